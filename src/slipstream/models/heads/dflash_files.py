@@ -27,10 +27,6 @@ from slipstream.models.heads.dflash import (
 )
 from slipstream.models.heads.head_files import (
     COMPUTED,
-    DFLASH,
-    DFLASH2,
-    DSPARK,
-    FEATURES,
     NOT_EAGLE3,
     HeadFiles,
     TensorReader,
@@ -44,6 +40,7 @@ from slipstream.models.heads.head_files import (
     token_ids_of,
     windows_of,
 )
+from slipstream.models.heads.head_kinds import DFLASH, DFLASH2, DSPARK, FEATURES
 from slipstream.models.heads.network import HeadConfig, Linear
 from slipstream.models.loaded import Loaded
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from slipstream.errors import UsageError
 from slipstream.models.heads.head_files import (
     COMPUTED,
-    FEATURES,
     NOT_EAGLE3,
     HeadFiles,
     TensorReader,
@@ -28,6 +27,7 @@ from slipstream.models.heads.head_files import (
     projections,
     windows_of,
 )
+from slipstream.models.heads.head_kinds import FEATURES
 from slipstream.models.heads.network import Attend, HeadConfig, HeadLayers, LayerWeights, Linear
 from slipstream.models.loaded import Loaded
 

@@ -1,7 +1,5 @@
 """Reads draft heads from the files that their trainers write, and those of the EAGLE-3 type as networks.
 
-The kind of a head is decided by its tensors, and by names in config.json only where kinds have the same tensors: the
-authors' own EAGLE-3 heads call themselves Llama models, and one of them says that it has 40 layers.
 Writers name all tensors of a kind alike, up to prefixes (`own_name`), and number the target's layers differently.
 Nothing in the files is trusted: flags of other networks are refused, and every tensor has the size that the
 configuration says.
@@ -30,64 +28,32 @@ from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import compressed_or_packed
 from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, quantised
 from slipstream.models.heads.head_backend import HeadBackend
+from slipstream.models.heads.head_kinds import (
+    ASSISTANT,
+    EAGLE3,
+    FEATURES,
+    MASK_FEATURE,
+    PARD,
+    kind_of,
+    label_of,
+    labelled,
+    own_name,
+)
 from slipstream.models.heads.network import FurtherLayer, HeadConfig, HeadNetwork, HeadWeights, Linear
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 
-FEATURES = "fc.weight"  # a tensor that every head has, and no model
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-ASSISTANT, DFLASH, DFLASH2, DSPARK = "assistant", "dflash", "dflash2", "dspark"
-EAGLE1, EAGLE3 = "eagle1", "eagle3"
-PEAGLE = "peagle"
-PARD = "pard"  # an ordinary model that drafts with mask tokens
-SIGNS = {  # the kind of head by a tensor that other kinds lack; the first that is found decides
-    "prefix_gru.weight_ih_l0": "domino",
-    "layer_fusion_weights": "dflare",
-    "candidate_selector.predecessor_codebook": DFLASH2,
-    "markov_head.markov_w1.weight": DSPARK,
-    "mask_hidden": PEAGLE,
-    "layers.0.hidden_norm.weight": EAGLE3,
-    "hidden_norm.weight": DFLASH,
-}
-PLAIN = {  # kinds that are read, by the kind whose tensors they have at least
-    **dict.fromkeys((EAGLE3, PEAGLE), EAGLE3),
-    **dict.fromkeys((DFLASH, DFLASH2, DSPARK), DFLASH),
-}
-LABELS = {  # the kind by the architecture in config.json; the first that is found decides
-    "Gemma4DSpark": "DSpark of Gemma 4",
-    "Gemma4Eagle3": "Eagle3 of Gemma 4",
-    "Eagle3Deepseek": "Eagle3 of DeepSeek",
-    "^Gemma4(Unified)?AssistantForCausalLM$": ASSISTANT,
-    "^MedusaModel$": "medusa",
-    "^MLPSpeculator": "mlp_speculator",
-    "Domino": "domino",
-    "DFlare": "dflare",
-    "DSpark": DSPARK,
-    "DFlash2": DFLASH2,
-    "DFlash": DFLASH,
-    "PEagle": PEAGLE,
-    "^Eagle3(Llama|Speculator|DraftModel)|(CausalLM|Qwen3)Eagle3": EAGLE3,
-}
-# the kind by a setting, where config.json names no architecture
-UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}
 # settings of heads: for a file on the hub with none of them, more than one layer and no known architecture, the weights
 # are not fetched to see what it is
 HINTS = ("draft_vocab_size", "eagle_config", "dflash_config", "block_size")
 MIDDLE = "midlayer.self_attn."  # in the names of the only layer of the authors' EAGLE-3 heads
-PREFIXES = (  # parts of tensors' names as some writers have them, and as they are read
-    (re.compile(r"^model\."), ""),
-    (re.compile(r"^midlayer\.(?=\D)"), "layers.0."),
-    (re.compile(r"^midlayer\."), "layers."),  # ModelOpt's heads of several layers
-    (re.compile(r"^(?=markov_w[12]\.|(?:gate|joint)_proj\.)"), "markov_head."),
-    (re.compile(r"^confidence_proj\."), "confidence_head.proj."),
-)
 EMBEDDED_NAME = "smollm2_head"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 NESTED_FLAGS = ("eagle_config", "dflash_config")
 NESTED = ("transformer_layer_config", *NESTED_FLAGS, "speculators_config")
-MASK_FEATURE = "mask_hidden"
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # settings that may name the mask token
 # ends of names: of the scales of weights in 8 bits, and of those of activations, which are not rounded here
 SCALES = ("weight_scale", "input_scale")
@@ -184,7 +150,7 @@ class HeadFiles:
 
 def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     """The files of a head that the user has named, or an assistant; None if this is something else."""
-    if _labelled(type(source).__name__) == ASSISTANT:
+    if labelled(type(source).__name__) == ASSISTANT:
         named = source.config.name_or_path or type(source).__name__
         return HeadFiles(named, "", source.config.to_dict(), ASSISTANT, source, options)
     files = _config_files(source, options)
@@ -192,7 +158,7 @@ def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
         return None
     stored = _tensor_names(files, options)
     names = {own_name(name) for name in stored}
-    kind = _kind(files.settings, names)
+    kind = kind_of(files.settings, names)
     if kind is None:
         return None
     settings = dict(files.settings)
@@ -234,45 +200,12 @@ def _config_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     return HeadFiles(name, folder, settings)
 
 
-def _kind(settings: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """The kind of a head by its settings and the names of its tensors; None for a model."""
-    sign = next((kind for name, kind in SIGNS.items() if name in names), None)
-    label = _label(settings)
-    if label is not None and PLAIN.get(label) in (None, sign):
-        return label
-    return sign or label or (EAGLE1 if FEATURES in names else None)
-
-
-def _label(settings: Mapping[str, Any]) -> str | None:
-    """The kind that config.json names, perhaps one that is not read."""
-    if "speculators_model_type" in settings:
-        return str(settings["speculators_model_type"])
-    projector = settings.get("dflash_config", {}).get("projector_type", DFLASH)
-    if isinstance(projector, str) and projector != DFLASH:
-        return projector
-    architectures = settings.get("architectures")
-    names = architectures if isinstance(architectures, list) else []
-    labels = [label for name in names if isinstance(name, str) and (label := _labelled(name))]
-    return next(iter(labels), next((kind for key, kind in UNNAMED.items() if key in settings), None))
-
-
-def _labelled(architecture: str) -> str | None:
-    return next((kind for pattern, kind in LABELS.items() if re.search(pattern, architecture)), None)
-
-
-def own_name(stored: str) -> str:
-    """A tensor's name as heads of `speculators` and DeepSpec have it."""
-    for pattern, replacement in PREFIXES:
-        stored = pattern.sub(replacement, stored)
-    return stored
-
-
 def _tensor_names(files: HeadFiles, options: LoadOptions) -> Collection[str]:
     """The names of the tensors in a folder, as they are stored."""
     from safetensors import safe_open
 
     settings = files.settings
-    is_hinted = _label(settings) or settings.get("num_hidden_layers") == 1 or any(hint in settings for hint in HINTS)
+    is_hinted = label_of(settings) or settings.get("num_hidden_layers") == 1 or any(hint in settings for hint in HINTS)
     path = _weights_file(files.folder, options) if is_hinted or isdir(files.folder) else None
     if path is None:
         return ()
