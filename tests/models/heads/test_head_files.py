@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream import SlipstreamError, SpeculativeDecoder
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
-from slipstream.models.heads import head_files as reader
+from slipstream.models.heads import head_tensors as reader
 from slipstream.models.heads.head_files import head_files, trained_kind
 from slipstream.models.loaded import LoadOptions
 from tests.models.heads.test_recorded_heads import RECORDED, TARGET, Steps, agreeing

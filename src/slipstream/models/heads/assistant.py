@@ -20,7 +20,8 @@ from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.packed_linear import pack, unsupported
 from slipstream.models.cpu.quantised_linear import BITS, num_weights
 from slipstream.models.heads.features import FeatureReader
-from slipstream.models.heads.head_files import HeadFiles, check_size, converter, refuse_draft_dtype
+from slipstream.models.heads.head_files import HeadFiles, check_size
+from slipstream.models.heads.head_tensors import converter, refuse_draft_dtype
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
 

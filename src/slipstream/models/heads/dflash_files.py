@@ -29,18 +29,20 @@ from slipstream.models.heads.head_files import (
     COMPUTED,
     NOT_EAGLE3,
     HeadFiles,
-    TensorReader,
-    after_attention,
     check_settings,
     check_size,
     layer_settings,
+    windows_of,
+)
+from slipstream.models.heads.head_kinds import DFLASH, DFLASH2, DSPARK, FEATURES
+from slipstream.models.heads.head_tensors import (
+    TensorReader,
+    after_attention,
     output_layer,
     own_embedding,
     projections,
     token_ids_of,
-    windows_of,
 )
-from slipstream.models.heads.head_kinds import DFLASH, DFLASH2, DSPARK, FEATURES
 from slipstream.models.heads.network import HeadConfig, Linear
 from slipstream.models.loaded import Loaded
 

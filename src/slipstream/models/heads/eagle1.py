@@ -18,16 +18,13 @@ from slipstream.models.heads.head_files import (
     COMPUTED,
     NOT_EAGLE3,
     HeadFiles,
-    TensorReader,
-    after_attention,
     check_settings,
     check_size,
     layer_settings,
-    own_embedding,
-    projections,
     windows_of,
 )
 from slipstream.models.heads.head_kinds import FEATURES
+from slipstream.models.heads.head_tensors import TensorReader, after_attention, own_embedding, projections
 from slipstream.models.heads.network import Attend, HeadConfig, HeadLayers, LayerWeights, Linear
 from slipstream.models.loaded import Loaded
 

@@ -12,10 +12,12 @@ from slipstream.errors import UsageError
 from slipstream.models.heads.assistant import load_assistant
 from slipstream.models.heads.dflash_files import read_dflash
 from slipstream.models.heads.eagle1 import read_eagle1
+from slipstream.models.heads.eagle3 import read_eagle3, read_peagle
 from slipstream.models.heads.features import model_for
 from slipstream.models.heads.head_backend import HeadBackend
-from slipstream.models.heads.head_files import HeadFiles, read_eagle3, read_peagle, read_tensors, refuse_draft_dtype
+from slipstream.models.heads.head_files import HeadFiles
 from slipstream.models.heads.head_kinds import ASSISTANT, DFLASH, DFLASH2, DSPARK, EAGLE1, EAGLE3, PEAGLE
+from slipstream.models.heads.head_tensors import read_tensors, refuse_draft_dtype
 from slipstream.models.heads.mtp import load_mtp
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 

@@ -26,7 +26,8 @@ from slipstream.models.decoder.attention import STATEFUL, MaskBuilder
 from slipstream.models.decoder.cache import KEYS_AND_VALUES, SlotCache, SlotLayer
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
 from slipstream.models.heads.features import FeatureReader, model_for
-from slipstream.models.heads.head_files import HeadFiles, converter, refuse_draft_dtype
+from slipstream.models.heads.head_files import HeadFiles
+from slipstream.models.heads.head_tensors import converter, refuse_draft_dtype
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
 from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers, of_another_form
