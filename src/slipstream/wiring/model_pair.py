@@ -440,7 +440,8 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
         return None
     model = load(draft, options, tokenizer)
     _warn_of_size(target, model)
-    if model.model is not None and getattr(model.model.config, "spd_type", None) == "pard2":
+    settings = getattr(model.model, "config", None)
+    if getattr(settings, "spd_type", None) == "pard2" or getattr(settings, "pard2", None) is True:
         log.warning(
             "draft model %r is one of PARD-2, which drafts with its target's hidden states or without: here it drafts "
             "without them, and fewer of its tokens are accepted",

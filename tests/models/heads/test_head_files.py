@@ -264,6 +264,11 @@ def with_scales(shape: tuple[int, ...], kind: torch.dtype = torch.float8_e4m3fn)
         (lambda t: t | {"d2t": t["d2t"] - 30}, "; allowed: a token for each, from 0 to 60"),
         (lambda t: t | {"t2d": ~t["t2d"] | (torch.arange(61) < 13)}, ""),  # not as many tokens: says nothing of d2t
         (lambda t: t | {"t2d": torch.arange(61) < 37}, "d2t names other tokens than t2d; allowed: the same"),
+        (lambda t: t | {"t2d": torch.ones(37, dtype=torch.bool)}, ""),  # nor is it read
+        (
+            lambda t: t | {"midlayer.mlp.up_proj.weight": t["midlayer.mlp.up_proj.weight"].to(torch.float8_e5m2)},
+            "tensor 'layers.0.mlp.up_proj.weight' is of type float8_e5m2; allowed: bfloat16",
+        ),
         (
             with_scales((3, 5)),
             "tensor 'fc.weight' of float8_e4m3fn [32, 96] has scales of float32 [3, 5]; allowed: 8-bit",
@@ -271,7 +276,7 @@ def with_scales(shape: tuple[int, ...], kind: torch.dtype = torch.float8_e4m3fn)
         (with_scales((32, 3)), "tensor 'fc.weight' of float8_e4m3fn [32, 96] has scales of float32 [32, 3]; allowed: "),
         (with_scales((), torch.float32), "tensor 'fc.weight' of float32 [32, 96] has scales of float32 []; allowed: "),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, changed: Callable[[Tensors], Tensors], message: str) -> None:
     folder = head_with(tmp_path, changed)

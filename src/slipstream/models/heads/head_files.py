@@ -189,8 +189,8 @@ def _tensor_names(files: HeadFiles, options: LoadOptions) -> Collection[str]:
         return ()
     try:
         if path.suffix != ".safetensors":
-            names: Mapping[str, Tensor] = torch.load(path, map_location="meta", weights_only=True)
-            return names.keys()
+            tensors = torch.load(path, map_location="meta", weights_only=True)
+            return [name for name in tensors if isinstance(name, str)]
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except Exception:  # of many kinds; the reader of models reports what is wrong

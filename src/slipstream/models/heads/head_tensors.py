@@ -26,8 +26,8 @@ from slipstream.models.heads.network import HeadConfig, Linear
 from slipstream.models.loaded import Loaded, LoadOptions
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-# ends of names: of the scales of weights in 8 bits, and of those of activations, which are not rounded here
-SCALES = ("weight_scale", "input_scale")
+# ends of names: of the scales of weights in 8 bits, and of those of activations, keys and values, which are not rounded
+SCALES = ("weight_scale", "input_scale", "k_scale", "v_scale")
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights, as they are read
 # tensors that need not be read: copies of the target's, those that follow from others, DSpark's estimates of acceptance
 # where they are switched off, and P-EAGLE's mask feature, which is read elsewhere
@@ -40,7 +40,7 @@ def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: in
     """The target's id of each draft token, from their offsets `d2t`, in whatever order the trainer ranked them."""
     offsets, output, source = tensors.get("d2t"), tensors.get(OUTPUT), files.source
     if offsets is None:
-        count = files.flags.get("draft_vocab_size") if output is None else len(output)
+        count = files.flags.get("draft_vocab_size") if output is None else output.shape[:1].numel()
         if is_whole(count, 1, vocab_size - 1):
             raise SlipstreamError(
                 f"draft head {source!r} scores {count} of {vocab_size} tokens, and has no tensor 'd2t', which says "
@@ -58,8 +58,9 @@ def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: in
             f"draft head {source!r}: d2t names {len(ids.unique())} tokens for {len(ids)} scores, from {int(ids.min())} "
             f"to {int(ids.max())}; allowed: a token for each, from 0 to {vocab_size - 1}"
         )
-    is_drafted = tensors.get("t2d")
-    if is_drafted is not None and int(is_drafted.count_nonzero()) == len(ids) and not bool(is_drafted[ids].all()):
+    is_drafted = tensors.get("t2d", torch.zeros(0))
+    is_as_large = is_drafted.shape == (vocab_size,) and int(is_drafted.count_nonzero()) == len(ids)
+    if is_as_large and not bool(is_drafted[ids].all()):
         raise SlipstreamError(f"draft head {source!r}: d2t names other tokens than t2d; allowed: the same")
     return ids
 
@@ -94,7 +95,7 @@ def read_tensors(files: HeadFiles) -> dict[str, Tensor]:
         dtype = tensors[FEATURES].dtype
     if options.draft_type is not None:
         dtype = getattr(torch, options.draft_type)
-    return {key: part.to(dtype) if part.is_floating_point() else part for key, part in tensors.items()}
+    return {key: part.to(dtype) if part.dtype in TYPES else part for key, part in tensors.items()}
 
 
 def _unrounded(source: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -105,7 +106,8 @@ def _unrounded(source: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
     scale, tensor = tensors.get(name + "_scale"), tensors[name]
     if scale is None:
         return tensor
-    if scale.numel() not in (1, len(tensor)) or tensor.dtype.itemsize != 1 or not scale.is_floating_point():
+    is_alike = tensor.dim() == 2 and tensor.dtype.itemsize == 1 and scale.dtype in TYPES
+    if not is_alike or scale.numel() not in (1, len(tensor)):
         raise SlipstreamError(
             f"draft head {source!r}: tensor {name!r} of {_type_name(tensor.dtype)} {list(tensor.shape)} has scales of "
             f"{_type_name(scale.dtype)} {list(scale.shape)}; allowed: 8-bit weights with one scale, or one per output"
