@@ -13,6 +13,7 @@ from importlib import resources
 from os.path import isdir
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -189,7 +190,7 @@ def _tensor_names(files: HeadFiles, options: LoadOptions) -> Collection[str]:
         return ()
     try:
         if path.suffix != ".safetensors":
-            tensors = torch.load(path, map_location="meta", weights_only=True)
+            tensors = torch.load(path, map_location="meta", weights_only=True, mmap=is_zipfile(path))
             return [name for name in tensors if isinstance(name, str)]
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
