@@ -356,9 +356,10 @@ class SpeculativeDecoder(EngineAccess):
             return self.tokenizer.decode(read_ids(token_ids, self.target.backend.vocab_size))
 
     def forget(self) -> None:
-        """Empty the KV caches, so that the next prompt is computed from its first token."""
+        """Empty the KV caches, so that the next prompt is computed from its first token, with the present weights."""
         with self._use:
             self._models.forget()
+            self._models.compare_copies()
 
     def forget_learned(self) -> None:
         """Drop what the drafter learned from earlier requests, as measurements do before each."""

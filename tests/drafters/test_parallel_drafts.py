@@ -134,6 +134,18 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
 
 def test_a_mask_outside_the_vocabulary_is_refused_in_one_line() -> None:
     model = fresh("llama", seed=3)
+    model.config.pard_token = True
+    with pytest.raises(UsageError, match=r"has pard_token=True; allowed: 0 to 60"):
+        ModelPair.load(shared("llama"), model, DecoderConfig(reproducible=False), tokenizer())
     model.config.pard_token = 999
     with pytest.raises(UsageError, match=r"has pard_token=999; allowed: 0 to 60"):
         SpeculativeDecoder(shared("llama"), model, tokenizer=tokenizer(), drafter="model")
+
+
+def test_a_model_of_pard_2_drafts_without_hidden_states_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = fresh("llama", seed=3)
+    model.config.update({"pard_token": MASK, "spd_type": "pard2", "pard2": True, "pard2_target_layers": [1]})
+    models = ModelPair.load(shared("llama"), model, DecoderConfig(reproducible=False), tokenizer())
+    assert [message for message in caplog.messages if "PARD-2" in message and "without them" in message]
+    text = prompts([17])[0]
+    assert all(same_logits(step_logits(models, text, 4), transcribed(text, 4)))

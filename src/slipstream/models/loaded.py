@@ -91,6 +91,11 @@ class LoadOptions:
         return {"trust_remote_code": False} | chosen
 
     @property
+    def precision(self) -> str:
+        """What the user says of a draft's precision."""
+        return f"{self.draft_type or self.quantise or 'auto'}{' plain' if self.fast is False else ''}"
+
+    @property
     def for_reader(self) -> list[str]:
         """Names of the load options that only transformers' own reader of weights understands."""
         return [name for name in self.extra if name not in (*FETCHING, *WHICH_FILES)]
@@ -99,7 +104,16 @@ class LoadOptions:
         """The options of the draft model: a precision and vocabulary of its own, files fetched as the target's."""
         extra = {name: value for name, value in self.extra.items() if name in FETCHING}
         options = replace(self, vocabulary=vocabulary, activations="auto", rounding="none", extra=extra)
-        return replace(options, quantise=dtype) if dtype in ("auto", "int4", "int8") else replace(options, dtype=dtype)
+        return options.with_draft_dtype(dtype)
+
+    def with_draft_dtype(self, dtype: str) -> LoadOptions:
+        """These options for weights of the precision `DecoderConfig.draft_dtype`."""
+        return replace(self, quantise=dtype) if dtype in ("auto", "int4", "int8") else replace(self, dtype=dtype)
+
+    @property
+    def draft_type(self) -> str | None:
+        """The type of a draft's weights that the user names, in which they are not quantised; None for none."""
+        return self.dtype if self.quantise is None and self.dtype != "auto" else None
 
 
 def is_toy(source: Any) -> bool:

@@ -79,7 +79,8 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     ends, fingerprint = end_ids(model, backend.vocab_size), _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
     replaced = isinstance(backend, GraphedBackend) and options.fast is True
-    view.copies_weights = packed or replaced or head is not None or bool(recurrent_layers(model))
+    if packed or replaced or head is not None or recurrent_layers(model):
+        view.note_copies()
     return Loaded(backend, name, ends, wrapped, owned, packed, fingerprint, head, view=view)
 
 

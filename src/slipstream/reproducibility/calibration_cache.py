@@ -137,7 +137,9 @@ def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
         return agreement(draft, target)
     identity = f"{draft.fingerprint} of {target.source} {_identity(target)}"
     cached = read_measured(
-        FOLDER, identity, lambda values: HeadAgreement(values["declared"], values["best"], values["meant"])
+        FOLDER,
+        identity,
+        lambda values: HeadAgreement(*(values[name] for name in ("declared", "best", "meant", "note"))),
     )
     if cached is None and (cached := agreement(draft, target)) is not None:
         _save(identity, asdict(cached))

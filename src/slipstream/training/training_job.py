@@ -57,6 +57,7 @@ SETTINGS, COSTS, PROGRESS, LOCK = "settings.json", "costs.json", "progress.jsonl
 TEXTS_SHARE = 0.5  # of the time, for making texts
 HELD_TOKENS = 4096  # tokens of the texts that are held out
 SIZES = (2048, 4096, 8192, 16384, 32768)  # of draft vocabularies
+FINGERPRINT = "fingerprint"  # the setting that identifies the target
 COVERED = 0.97  # share of the held-out texts' tokens that the draft vocabulary has
 COST_SECONDS, COST_SHARE = 20.0, 0.01  # for measuring rounds: at most these seconds, and this share of the time
 
@@ -136,7 +137,7 @@ class TrainingJob:
         decoder.forget()  # the KV cache is overwritten
         self.make_folder()
         with self._errors_with_saved(), _lock(folder):
-            self._check_settings({"fingerprint": fingerprint_of(decoder.target, decoder.shapes)})
+            self._check_settings({FINGERPRINT: fingerprint_of(decoder.target, decoder.shapes)})
             state = State.read(folder)
             texts = self._texts(decoder, state)
             begun = monotonic()
@@ -319,6 +320,13 @@ class TrainingJob:
             different = next((name for name in shared if stored[name] != shared[name]), None)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise SlipstreamError(f"{str(path)!r} could not be read: {one_line(error)}") from error
+        if different == FINGERPRINT:
+            raise UsageError(
+                f"--out {str(path.parent)!r} holds a training for another target, whose fingerprint is "
+                f"{stored[different]!r}; {self.settings.target!r} is {shared[different]!r} now, because its weights, "
+                "tokenizer, chat template or device, PyTorch or Slipstream were changed; allowed: the target as it "
+                "was, or another folder"
+            )
         if different is not None:
             raise UsageError(
                 f"--out {str(path.parent)!r} holds a training with {different}={stored[different]!r}, this one has "

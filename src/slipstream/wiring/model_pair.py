@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream import drafters
+from slipstream.checks import is_whole
 from slipstream.config import DecoderConfig
 from slipstream.core.interfaces import DraftScorer, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
@@ -41,7 +42,7 @@ from slipstream.tokenization.vocabulary_bridge import bridge_between
 from slipstream.version import __version__
 
 NOT_TIMED = DraftTimes()
-OF_MODELS = ("draft_dtype", "draft_vocabulary", "draft_context")  # settings that draft heads do not have
+OF_MODELS = ("draft_vocabulary", "draft_context")  # settings that draft heads do not have
 QUANTISED = 3  # a forward reads this much less of a draft model that was quantised at load, about
 
 log = logging.getLogger("slipstream")
@@ -214,6 +215,12 @@ class ModelPair:
         """The session that reads prompts for the draft model."""
         return self.bridged or self.windowed or self.draft_session
 
+    def compare_copies(self) -> None:
+        """Look at all weights of models with owners, of which there may be copies that no longer agree with them."""
+        for loaded in (self.target, self.draft):
+            if loaded is not None and loaded.view is not None:
+                loaded.view.compare_copies()
+
     def forget(self) -> None:
         """Drop what is cached."""
         for session in (self.target_session, self.draft_session):
@@ -342,7 +349,7 @@ def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
         return None
     from slipstream.models.heads.mtp import brings_mtp, load_mtp  # transformers takes seconds to import
 
-    options = load_options_of(config)
+    options = load_options_of(config).with_draft_dtype(config.draft_dtype)
     if not brings_mtp(target, options):
         return None
     _refuse_settings_of_models(config, "the target's MTP layers")
@@ -359,11 +366,11 @@ def parallel_mask(draft: Loaded) -> int | None:
         return draft.backend.mask_token
     model = getattr(draft.backend, "model", None)
     token = None if model is None else getattr(model.config, "pard_token", None)
-    if token is not None and (not isinstance(token, int) or not 0 <= token < draft.backend.vocab_size):
-        raise UsageError(
-            f"draft model {draft.name!r} has pard_token={token!r}; allowed: 0 to {draft.backend.vocab_size - 1}"
-        )
-    return token
+    if token is None or is_whole(token, 0, draft.backend.vocab_size - 1):
+        return token
+    raise UsageError(
+        f"draft model {draft.name!r} has pard_token={token!r}; allowed: 0 to {draft.backend.vocab_size - 1}"
+    )
 
 
 def _draft_session(draft: Loaded | None) -> Session | None:
@@ -403,7 +410,7 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
         _refuse_settings_of_models(config, "the target's MTP layers")
         from slipstream.models.heads.mtp import load_mtp
 
-        return load_mtp(target, load_options_of(config))
+        return load_mtp(target, load_options_of(config).with_draft_dtype(config.draft_dtype))
     options = draft_options_of(config, target.backend.device)
     if draft is not None and not is_toy(draft):
         from slipstream.models.heads.head_files import EMBEDDED_NAME, head_files  # imports transformers, for seconds
@@ -433,6 +440,13 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
         return None
     model = load(draft, options, tokenizer)
     _warn_of_size(target, model)
+    settings = getattr(model.model, "config", None)
+    if getattr(settings, "spd_type", None) == "pard2" or getattr(settings, "pard2", None) is True:
+        log.warning(
+            "draft model %r is one of PARD-2, which drafts with its target's hidden states or without: here it drafts "
+            "without them, and fewer of its tokens are accepted",
+            model.name,
+        )
     return model
 
 

@@ -246,8 +246,8 @@ def test_a_target_of_another_kind_is_refused_in_one_line() -> None:
     assert "\n" not in str(raised.value)
     with pytest.raises(SlipstreamError, match="'toy', whose hidden states cannot be read"):
         SpeculativeDecoder("toy", head, drafter="model")
-    with pytest.raises(SlipstreamError, match=r"draft_dtype='int4' with the draft head .* allowed: 'auto'"):
-        decoder_of(written("large"), draft_dtype="int4")
+    with pytest.raises(SlipstreamError, match=r"draft_dtype='float16', .* has its target's type; allowed: 'float32', "):
+        decoder_of(written("large"), draft_dtype="float16")
 
 
 @pytest.mark.parametrize(

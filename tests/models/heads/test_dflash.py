@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
         ({"mask_token_id": True}, "mask_token_id=True; allowed: 0 to 60"),
         *(
             ({"target_layer_ids": layers}, f"reads layers {layers!r} of its target; ")
-            for layers in ([1, 9], None, 3, "x", [True], ["x"], [1.5])
+            for layers in ([1, 9], [], 3, "x", [True], ["x"], [1.5])
         ),
         ({"layer_types": ["sliding_attention"]}, "layer_types=['sliding_attention']; allowed: 'sliding_attention' or"),
         ({"is_causal": True}, "is_causal=True; allowed: False"),
@@ -143,9 +144,21 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, change:
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_draft_vocabulary_without_an_output_layer_is_refused(tmp_path: Path) -> None:
+def test_a_draft_vocabulary_without_an_output_layer_takes_rows_of_the_targets(tmp_path: Path) -> None:
     head = write_dflash(tmp_path, target(), layout="speculators")
-    file = head.folder / "model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}, file)
-    with pytest.raises(SlipstreamError, match=r"has d2t without 'lm_head\.weight'; allowed: both or neither"):
-        decoder_of(head)
+    file, text = head.folder / "model.safetensors", prompts([17])[0]
+    tensors = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
+    save_file(tensors, file)
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    whole = replace(head, tensors=tensors | {"lm_head.weight": target().lm_head.weight[ids]})
+    steps, expected = step_logits(pair_of(target(), tmp_path), text, 2), transcribed(whole, target(), text, 2)
+    assert all(same_logits([a[ids] for a in steps], [b[ids] for b in expected]))
+
+
+def test_layers_that_no_setting_names_are_those_of_the_authors_code(tmp_path: Path) -> None:
+    head = write_dflash(tmp_path, target(), layers=(2, 3))  # outputs of layers 1 and 5 - 3
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["dflash_config"]["target_layer_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    text = prompts([17])[0]
+    assert all(same_logits(step_logits(pair_of(target(), tmp_path), text, 2), transcribed(head, target(), text, 2)))

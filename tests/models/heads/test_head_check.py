@@ -110,6 +110,24 @@ def test_a_declaration_that_agrees_clearly_better_is_suggested(
         assert tried.best == pytest.approx(right.declared) and tried.declared < right.declared - 0.1
 
 
+@pytest.mark.slow
+def test_a_list_of_layers_that_is_not_ascending_is_tried_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers, which trainers take hidden states from, ignore the order of the list; others might not."""
+    folder = trained_head(tmp_path, monkeypatch)
+    declared_as(folder, eagle_aux_hidden_state_layer_ids=[5, 2, 3])
+    ascending = agreement(loaded(folder), target())
+    assert ascending is not None and ascending.best is None
+    assert " of 'target' with layers [2, 3, 5] in ascending order" in ascending.line("head", "target")
+    tensors = load_file(folder / "model.safetensors")
+    second, third, fifth = tensors["fc.weight"].chunk(3, 1)
+    save_file(tensors | {"fc.weight": torch.cat([fifth, second, third], 1)}, folder / "model.safetensors")
+    listed = agreement(loaded(folder), target())
+    assert listed is not None and listed.meant == "layers [5, 2, 3] (inputs of layers, from 0)"
+    assert listed.best == pytest.approx(ascending.declared, abs=0.02) and listed.is_warning
+
+
 def test_norm_output_is_tried_in_both_of_its_meanings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that was trained on normed outputs, in a layout where `norm_output` means something else."""
     folder = trained_head(tmp_path / "a", monkeypatch, norm_output=True)

@@ -265,9 +265,6 @@ def test_missing_and_damaged_tensors_are_named(tmp_path: Path) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if name != "fc.weight"}, file)
     with pytest.raises(SlipstreamError, match=r"tensor 'fc.weight' is missing; allowed: \[32, 96\]"):
         decoder_of(head)
-    save_file(tensors | {"d2t": tensors["d2t"].flip(0)}, file)
-    with pytest.raises(SlipstreamError, match="not in rising order"):
-        decoder_of(head)
     for name, kind, allowed in (
         ("fc.weight", torch.int8, "bfloat16"),
         ("fc.weight", torch.float8_e4m3fn, "bfloat16"),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.session import Session
+from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.weights.mtp_tensors import mtp_layers, of_another_form
 from tests.support.markers import mostly_slow, needs_transformers
@@ -267,10 +268,6 @@ def test_mtp_layers_draft_by_default_only_without_another_choice() -> None:
     assert decoder_of(target, drafter="auto", num_draft_tokens="auto").drafter_name == "hybrid"
     for options in ({"drafter": "suffix"}, {"drafter": "none", "num_draft_tokens": "auto"}):
         assert decoder_of(target, **options).draft is None
-    with pytest.raises(
-        SlipstreamError, match="draft_dtype='int4' with the target's MTP layers; allowed: 'auto', or another"
-    ):
-        decoder_of(target, drafter="auto", num_draft_tokens="auto", draft_dtype="int4")
 
 
 def changed(tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> Written:
@@ -324,8 +321,17 @@ def test_a_target_without_mtp_layers_is_distinguished_from_unreadable_ones(tmp_p
 def test_targets_and_settings_that_mtp_layers_cannot_serve_are_refused() -> None:
     with pytest.raises(SlipstreamError, match="'toy', whose hidden states cannot be read"):
         SpeculativeDecoder("toy", "mtp", drafter="model")
-    with pytest.raises(SlipstreamError, match="draft_dtype='int4' with the target's MTP layers; allowed: 'auto'"):
-        SpeculativeDecoder(str(written("glm4_moe").folder), "mtp", draft_dtype="int4")
+    folder = str(written("glm4_moe").folder)
+    with pytest.raises(SlipstreamError, match="draft_vocabulary=8 with the target's MTP layers; allowed: 'auto'"):
+        SpeculativeDecoder(folder, "mtp", draft_vocabulary=8)
+    with pytest.raises(SlipstreamError, match="draft_dtype='float16', but draft head 'mtp' has its target's type; "):
+        SpeculativeDecoder(folder, "mtp", draft_dtype="float16")
+
+
+def test_the_user_chooses_the_bits_of_mtp_layers() -> None:
+    for draft_dtype, expected in (("int8", True), ("auto", False)):
+        decoder = SpeculativeDecoder(str(written("glm4_moe").folder), "mtp", drafter="model", draft_dtype=draft_dtype)
+        assert isinstance(decoder.draft.backend.layers[0].project, QuantisedLinear) == expected
 
 
 def test_mtp_layers_are_found_by_name_in_multimodal_checkpoints_too() -> None:

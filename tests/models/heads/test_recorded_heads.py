@@ -187,66 +187,6 @@ def test_a_heads_confidence_decides_how_far_it_drafts(tmp_path: Path, bias: floa
     assert result.token_ids == plain().generate(prompts([17])[0], max_tokens=24, ignore_eos=True).token_ids
 
 
-DEEPSPEC = {"eagle3_qwen3": "Qwen3Eagle3Model", "dspark": "Qwen3DSparkModel"}
-
-
-@pytest.mark.parametrize("name", [*DEEPSPEC, "dflash2", "peagle"])
-def test_the_layouts_of_the_heads_authors_are_read(tmp_path: Path, name: str) -> None:
-    """DeepSpec's heads have an embedding and an output layer; DFlash 2 nests its settings in an object.
-
-    P-EAGLE has the official layout of EAGLE-3 and one more tensor.
-    """
-    settings = json.loads((RECORDED / name / "config.json").read_text())
-    tensors, target = (load_file(path / "model.safetensors") for path in (RECORDED / name, RECORDED / "target"))
-    target_tensors = {
-        "embed_tokens.weight": target["model.embed_tokens.weight"],
-        "lm_head.weight": target["lm_head.weight"],
-    }
-    layers = settings.get("aux_hidden_state_layer_ids", settings.get("eagle_aux_hidden_state_layer_ids"))
-    numbered = {"target_layer_ids": [i - 1 for i in layers]}
-    if name in DEEPSPEC:
-        flag_names = ("block_size", "mask_token_id", "markov_rank", "markov_head_type")
-        flags = {key: settings[key] for key in flag_names if key in settings} | numbered
-        flags["architectures"], tensors = [DEEPSPEC[name]], target_tensors | tensors
-    elif name == "peagle":
-        flags = {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": settings["mask_token_id"]}
-        flags["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers]}
-        tensors = {key.replace("layers.0.", "midlayer."): tensor for key, tensor in tensors.items()}
-    else:
-        flag_names = (
-            "block_size",
-            "mask_token_id",
-            "conv_kernel_size",
-            "conv_group_size",
-            "selector_rank",
-            "selector_top_k",
-        )
-        flags = {
-            "architectures": ["DFlash2DraftModel"],
-            "dflash_config": numbered | {k: settings[k] for k in flag_names},
-        }
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(settings["transformer_layer_config"] | flags))
-    assert all(agreeing(tmp_path, Steps.of(name)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "kind"),
-    [
-        ({"architectures": ["Gemma4DSparkModel"]}, "DSpark of Gemma 4"),
-        ({"architectures": ["MedusaModel"], "model_type": "medusa"}, "medusa"),
-        ({"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2}, "medusa"),
-        ({"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "hydra_num_heads": 4}, "hydra"),
-        ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "mlp_speculator"),
-    ],
-)
-def test_unsupported_kinds_of_heads_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
-    save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(SlipstreamError, match=f"is of type '{kind}'; allowed: 'assistant', 'dflash', 'dflash2', "):
-        pair_of(TARGET, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("verifier", "target", "is_another"),
     [
@@ -372,7 +312,6 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
     [
         ("eagle3_of_trainer", {"norm_before_fc": False}, "does not account for tensor 'input_norm.weight'"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2,3"}, "reads layers '2,3'; allowed: a list of layer numbers"),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": []}, "reads layers []; allowed: a list of layer numbers"),
         ("eagle3", {"eagle_config": {"use_last_layernorm": False}}, "has use_last_layernorm=False; allowed: True"),
         ("eagle3", {"eagle_config": {"norm_after_fc": True}}, "has norm_after_fc=True, which is not known here and"),
         ("eagle3", {"eagle_config": [1]}, "config.json has eagle_config=[1]; allowed: an object"),
@@ -390,7 +329,6 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
         ("dspark_rnn", {"enable_confidence_head": True}, "'confidence_head.proj.weight' is missing; allowed: [1, 14]"),
         ("dspark", {"markov_rank": -1}, "has markov_rank=-1; allowed: 0 to 65536"),
         ("dspark", {"sample_from_anchor": None}, "has no sample_from_anchor; allowed: true or false"),
-        ("dspark", {"speculators_model_type": "dflash"}, "does not account for tensor 'markov_head.markov_w1.weight'"),
         (
             "dflash2",
             {"speculators_model_type": "xpress"},

@@ -451,3 +451,28 @@ def test_a_view_notices_writes_that_pytorch_does_not_count() -> None:
             assert not view.has_same_weights(), (name, index)
             weight.data[index] = original
     assert view.has_same_weights() and view.is_same_model()
+
+
+@pytest.mark.parametrize("options", [{"fast": True}, {"fast": False}, {"draft_dtype": "int8", "drafter": "model"}])
+def test_after_forget_a_number_that_was_changed_unseen_counts(options: dict[str, Any]) -> None:
+    model, draft = fresh("llama"), fresh("llama", hidden_size=64, intermediate_size=128)
+    decoder = decoder_of(model, draft, **{"drafter": "none"} | options)
+    decoder.generate(PROMPT, PARAMS)
+    changed, name = (draft, "draft") if "draft_dtype" in options else (model, "target")
+    weights = changed.lm_head.weight.data
+    index = change_unseen(weights, getattr(decoder, name).view)
+    decoder.forget()
+    assert decoder.generate(PROMPT, PARAMS).token_ids == reference(model, PROMPT, COUNT)
+    ids, token = torch.tensor([PROMPT]), index // weights.shape[1]
+    logits = [used(ids).logits[0, -1, token] for used in (getattr(decoder, name).view.model, changed)]
+    assert logits[1].abs() > 15 and torch.allclose(*logits, rtol=0.3)  # in 8 bits the others of the group are small
+
+
+def change_unseen(weights: torch.Tensor, view: ModelView) -> int:
+    """Change a number that is in no sample of the view; returns which."""
+    for index, number in enumerate(weights.flatten().tolist()):
+        weights.view(-1)[index] = 50.0
+        if view.has_same_weights():
+            return index
+        weights.view(-1)[index] = number
+    raise AssertionError("all numbers are in samples")

@@ -19,17 +19,8 @@ from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.drafters import hybrid, ngram, suffix
 from slipstream.drafters.model.model_drafter import MIN_DRAFT_PROB
 from slipstream.errors import UsageError, os_reason
-from slipstream.models.heads.head_files import (
-    ASSISTANT,
-    DFLASH,
-    DFLASH2,
-    DSPARK,
-    EAGLE1,
-    EAGLE3,
-    PARD,
-    PEAGLE,
-    trained_kind,
-)
+from slipstream.models.heads.head_files import trained_kind
+from slipstream.models.heads.head_kinds import ASSISTANT, DFLASH, DFLASH2, DSPARK, EAGLE1, EAGLE3, PARD, PEAGLE
 from slipstream.models.loaded import MTP
 from slipstream.models.weights.model_files import is_gguf
 

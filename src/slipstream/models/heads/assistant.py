@@ -18,9 +18,10 @@ from torch import Tensor
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.packed_linear import pack, unsupported
-from slipstream.models.cpu.quantised_linear import num_weights
+from slipstream.models.cpu.quantised_linear import BITS, num_weights
 from slipstream.models.heads.features import FeatureReader
-from slipstream.models.heads.head_files import HeadFiles, check_size, converter
+from slipstream.models.heads.head_files import HeadFiles, check_size
+from slipstream.models.heads.head_tensors import converter, refuse_draft_dtype
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
 
@@ -162,6 +163,11 @@ def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> As
         )
     dtype, device = backend.model.dtype, backend.device
     if files.model is not None:
+        if options.quantise in BITS or options.draft_type is not None:
+            raise UsageError(
+                f"draft_dtype={options.draft_type or options.quantise!r}, but the draft {files.source!r} is loaded "
+                "already; allowed: 'auto'"
+            )
         model, sources = files.model.eval(), _sources(files.model.config, files, target)
         if (model.dtype, model.device) != (dtype, device):
             raise UsageError(
@@ -172,8 +178,10 @@ def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> As
     reader = _Reader(files, options)
     sources = _sources(reader.config, files, target)
     model = reader.model(dtype).to(device)
-    if options.fast is not False and unsupported(model) is None:
-        convert = converter(num_weights(model), model.dtype)
+    reason = unsupported(model)
+    refuse_draft_dtype(files.source, options, device, dtype, reason)
+    if reason is None and (options.fast is not False or options.quantise in BITS):
+        convert = converter(num_weights(model), model.dtype, options)
         pack(model, convert, [] if model.masked_embedding is None else [model.lm_head])  # some rows of it are read
     return AssistantBackend(model, target, sources)
 

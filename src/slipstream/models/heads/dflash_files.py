@@ -27,30 +27,30 @@ from slipstream.models.heads.dflash import (
 )
 from slipstream.models.heads.head_files import (
     COMPUTED,
-    DFLASH2,
-    DSPARK,
-    FEATURES,
     NOT_EAGLE3,
     HeadFiles,
-    TensorReader,
-    after_attention,
     check_settings,
     check_size,
     layer_settings,
+    windows_of,
+)
+from slipstream.models.heads.head_kinds import DFLASH, DFLASH2, DSPARK, FEATURES
+from slipstream.models.heads.head_tensors import (
+    TensorReader,
+    after_attention,
+    output_layer,
     own_embedding,
     projections,
     token_ids_of,
-    windows_of,
 )
 from slipstream.models.heads.network import HeadConfig, Linear
 from slipstream.models.loaded import Loaded
 
-OUTPUT = "lm_head.weight"
 # as `head_files.COMPUTED`
 COMPUTED_HERE: dict[str, tuple[Any, ...]] = {
     **COMPUTED,
     **NOT_EAGLE3,
-    "projector_type": ("dflash",),
+    "projector_type": (DFLASH,),
     "shift_label": (False,),
     "causal": (False,),
     "is_causal": (False,),
@@ -58,12 +58,14 @@ COMPUTED_HERE: dict[str, tuple[Any, ...]] = {
     "output_multiplier": (1,),
     "final_logit_softcapping": (None,),
 }
+# DSpark's last place of a block has scores, too: ModelOpt says so
+COMPUTED_OF_DSPARK = {"projector_type": (DSPARK,), "shift_label": (True,)}
 MARKOV_KINDS = "vanilla", "gated", "rnn"
 
 
 def read_dflash(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> DFlashBackend:
     """A head of DFlash, DFlash 2 or DSpark for a target."""
-    check_settings(files, COMPUTED_HERE)
+    check_settings(files, COMPUTED_HERE | (COMPUTED_OF_DSPARK if files.kind == DSPARK else {}))
     block_size = _whole(files, "block_size", 16, 2, 255)
     mask_token = _whole(files, "mask_token_id", None, 0, target.backend.vocab_size - 1)
     config = _config(files, tensors, target)
@@ -77,7 +79,7 @@ def _anchor_drafts(files: HeadFiles) -> bool:
     Raises `UsageError` where readers differ: early `speculators` wrote heads of DSpark without saying so.
     """
     drafts: bool | None = files.flags.get("sample_from_anchor")
-    if drafts is None and files.kind == DSPARK and "speculators_model_type" in files.settings:
+    if drafts is None and files.kind == DSPARK and files.is_of_speculators:
         raise UsageError(f"draft head {files.source!r}: config.json has no sample_from_anchor; allowed: true or false")
     return files.kind == DSPARK if drafts is None else drafts
 
@@ -102,9 +104,12 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> 
 
 
 def _layers(files: HeadFiles, count: int, target: str) -> tuple[int, ...]:
-    """The layers whose entering hidden states are the features."""
+    """The layers whose entering hidden states are the features; without any named, those of the authors' code."""
     entering = files.settings.get("aux_hidden_state_layer_ids")
     leaving = files.flags.get("target_layer_ids")
+    if entering is None and leaving is None and not files.is_of_speculators:
+        last = files.layer["num_hidden_layers"] - 1
+        leaving = [round(1 + i * (count - 4) / last) for i in range(last + 1)] if last else [count // 2]
     named, shift = (leaving, 1) if entering is None else (entering, 0)
     low, high = -shift, count - 1 - shift
     if not isinstance(named, list) or not named or not all(is_whole(i, low, high) for i in named):
@@ -117,10 +122,8 @@ def _layers(files: HeadFiles, count: int, target: str) -> tuple[int, ...]:
 
 def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig, target: Loaded) -> DFlashWeights:
     model: Any = target.backend.model  # type: ignore[attr-defined]
-    read = TensorReader(files.source, tensors, target.backend.device)
-    size, embedding_layer, output = config.hidden_size, model.get_input_embeddings(), model.get_output_embeddings()
-    if OUTPUT not in tensors and config.token_ids is not None:
-        raise UsageError(f"draft head {files.source!r} has d2t without {OUTPUT!r}; allowed: both or neither")
+    read = TensorReader(files, tensors, target.backend.device)
+    size, embedding_layer = config.hidden_size, model.get_input_embeddings()
     # without the factor that some models multiply their embedding with
     embed = (
         partial(embedding, weight=embedding_layer.weight)
@@ -134,9 +137,7 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
         layers=[_layer(files, read, config, i) for i in range(files.layer["num_hidden_layers"])],
         final_norm=read("norm.weight", size),
         embed=own_embedding(read, config) or embed,
-        lm_head=read.product({OUTPUT: config.draft_vocab_size}, size)
-        if OUTPUT in tensors
-        else lambda outputs: output(outputs.to(model.dtype)),
+        lm_head=output_layer(read, config, target),
         chain=chain,
         confidence=_confidence(files, read, size, chain) if files.kind == DSPARK else None,
     )
@@ -229,4 +230,4 @@ def _layer(files: HeadFiles, read: TensorReader, config: HeadConfig, number: int
 def _windows_are_causal(files: HeadFiles) -> bool:
     """Whether, in a layer with a window, a block's rows see only those before them, as `speculators` computes it."""
     sees_all = files.settings.get("sliding_window_non_causal", files.kind == DFLASH2)
-    return "speculators_model_type" in files.settings and not sees_all
+    return files.is_of_speculators and not sees_all

@@ -16,18 +16,15 @@ from torch import Tensor
 from slipstream.errors import UsageError
 from slipstream.models.heads.head_files import (
     COMPUTED,
-    FEATURES,
     NOT_EAGLE3,
     HeadFiles,
-    TensorReader,
-    after_attention,
     check_settings,
     check_size,
     layer_settings,
-    own_embedding,
-    projections,
     windows_of,
 )
+from slipstream.models.heads.head_kinds import FEATURES
+from slipstream.models.heads.head_tensors import TensorReader, after_attention, own_embedding, projections
 from slipstream.models.heads.network import Attend, HeadConfig, HeadLayers, LayerWeights, Linear
 from slipstream.models.loaded import Loaded
 
@@ -84,14 +81,14 @@ def read_eagle1(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
         windows=tuple(windows_of(files)),
         **(layer_settings(files, target) | {"head_dim": layer["hidden_size"] // layer["num_attention_heads"]}),
     )
-    read = TensorReader(files.source, tensors, target.backend.device)
+    read = TensorReader(files, tensors, target.backend.device)
     size, parts = config.hidden_size, projections(config, LAYER, "qkv")
     qkv, fc = read.product(parts, size), read.product({FEATURES: size}, 2 * size)
     if layer.get("qkv_bias"):
         biases = [read(f"{name.removesuffix('weight')}bias", outputs) for name, outputs in parts.items()]
         qkv = _plus(qkv, torch.cat(biases))
     weights = Eagle1Weights(
-        fc=_plus(fc, read("fc.bias", size)) if layer.get("bias", True) else fc,
+        fc=_plus(fc, read("fc.bias", size)) if layer.get("bias", "fc.bias" in tensors) else fc,
         qkv=qkv,
         **after_attention(read, config, LAYER),
         final_norm=norm,

@@ -34,11 +34,13 @@ class HeadAgreement:
     """Shares of a text's positions at which a head guesses the target's likeliest token, over two steps of a draft.
 
     declared: with the settings of its files. best: with the settings named `meant`, if these are clearly better.
+    note: how the files were read, where that is not what they say.
     """
 
     declared: float
     best: float | None = None
     meant: str = ""
+    note: str = ""
 
     @property
     def is_warning(self) -> bool:
@@ -47,7 +49,7 @@ class HeadAgreement:
 
     def line(self, head: str, target: str) -> str:
         """The result in one line."""
-        shares = f"draft head {head!r} guesses {self.declared:.0%} of the tokens of {target!r}"
+        shares = f"draft head {head!r} guesses {self.declared:.0%} of the tokens of {target!r}{self.note}"
         if self.best is None:
             return f"{shares}, too few to save time" if self.is_warning else shares
         return f"{shares} as its config.json says, but {self.best:.0%} with {self.meant}: its config.json may be wrong"
@@ -68,11 +70,13 @@ def agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
     states, likeliest = _states(target, text)
     settings = _settings(network.config, len(states) - 1)
     right = {name: _right_guesses(_with_config(network, config), text, states, likeliest) for name, config in settings}
-    declared = right.pop("")
+    declared, note = right.pop(""), ""
+    if network.config.listed_layers not in ((), network.config.layers):
+        note = f" with layers {list(network.config.layers)} in ascending order"
     meant = max(right, key=lambda name: int(right[name].sum()), default="")
     if meant and _is_clearly_better(right[meant], declared):
-        return HeadAgreement(_share(declared), _share(right[meant]), meant)
-    return HeadAgreement(_share(declared))
+        return HeadAgreement(_share(declared), _share(right[meant]), meant, note)
+    return HeadAgreement(_share(declared), note=note)
 
 
 def _settings(config: HeadConfig, count: int) -> Iterator[tuple[str, HeadConfig]]:
@@ -81,9 +85,11 @@ def _settings(config: HeadConfig, count: int) -> Iterator[tuple[str, HeadConfig]
     for values in product(*([getattr(config, name), not getattr(config, name)] for name in flags)):
         changed = {name: value for name, value in zip(flags, values, strict=True) if value != getattr(config, name)}
         yield ", ".join(f"{name}={value}" for name, value in changed.items()), replace(config, **changed)
-    for shift in (-1, 1) if "layers" in config.unclear else ():
-        layers = tuple(i + shift for i in config.layers)
-        if min(layers) >= 0 and max(layers) <= count:
+    if "layers" not in config.unclear:
+        return
+    shifted = [tuple(i + shift for i in config.layers) for shift in (-1, 1)]
+    for layers in (*shifted, config.listed_layers or config.layers):
+        if layers != config.layers and min(layers) >= 0 and max(layers) <= count:
             yield f"layers {list(layers)} (inputs of layers, from 0)", replace(config, layers=layers)
 
 

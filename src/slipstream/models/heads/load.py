@@ -12,21 +12,12 @@ from slipstream.errors import UsageError
 from slipstream.models.heads.assistant import load_assistant
 from slipstream.models.heads.dflash_files import read_dflash
 from slipstream.models.heads.eagle1 import read_eagle1
+from slipstream.models.heads.eagle3 import read_eagle3, read_peagle
 from slipstream.models.heads.features import model_for
 from slipstream.models.heads.head_backend import HeadBackend
-from slipstream.models.heads.head_files import (
-    ASSISTANT,
-    DFLASH,
-    DFLASH2,
-    DSPARK,
-    EAGLE1,
-    EAGLE3,
-    PEAGLE,
-    HeadFiles,
-    read_eagle3,
-    read_peagle,
-    read_tensors,
-)
+from slipstream.models.heads.head_files import HeadFiles
+from slipstream.models.heads.head_kinds import ASSISTANT, DFLASH, DFLASH2, DSPARK, EAGLE1, EAGLE3, PEAGLE
+from slipstream.models.heads.head_tensors import read_tensors, refuse_draft_dtype
 from slipstream.models.heads.mtp import load_mtp
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 
@@ -48,20 +39,21 @@ def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
     if files.kind not in (ASSISTANT, *READERS):
         allowed = ", ".join(map(repr, sorted((ASSISTANT, MTP, *READERS))))
         raise UsageError(f"draft head {files.source!r} is of type {files.kind!r}; allowed: {allowed}")
+    refuse_draft_dtype(files.source, options, target.backend.device)
     backend: Backend
     tensors: Mapping[str, Tensor]
     if files.kind == ASSISTANT:
         backend = assistant = load_assistant(files, target, options)
         tensors = assistant.model.state_dict()
     else:
-        tensors = read_tensors(files, options)
+        tensors = read_tensors(files)
         backend = READERS[files.kind](files, tensors, target)
     return Loaded(
         backend,
         files.source,
         target.end_ids,
         target.tokenizer,
-        fingerprint=f"{files.kind} {_digest(files, tensors)}",
+        fingerprint=f"{files.kind} {_digest(files, tensors)} {options.precision}",
         source=files.folder,
     )
 

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.backend_capabilities import HiddenStates
 from slipstream.models.cpu.packed_linear import pack, pack_experts, unsupported
+from slipstream.models.cpu.quantised_linear import BITS
 from slipstream.models.decoder.attention import STATEFUL, MaskBuilder
 from slipstream.models.decoder.cache import KEYS_AND_VALUES, SlotCache, SlotLayer
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
 from slipstream.models.heads.features import FeatureReader, model_for
-from slipstream.models.heads.head_files import HeadFiles, converter
+from slipstream.models.heads.head_files import HeadFiles
+from slipstream.models.heads.head_tensors import converter, refuse_draft_dtype
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
 from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers, of_another_form
@@ -202,11 +204,10 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
         raise UsageError(
             f"draft={MTP!r}: {type(decoder).__name__} has no final norm called 'norm'; allowed: another draft model"
         )
-    may_pack, device = options.fast is not False, target.backend.device
-    reader = _Reader(files, decoder, model.dtype, device, may_pack=may_pack, token_first=head is not None)
+    reader = _Reader(files, decoder, model.dtype, backend.device, options, token_first=head is not None)
     layers = [reader.layer(number, names) for number, names in enumerate(layer_tensors)]
     count = sum(p.numel() for layer in layers for p in layer.decoder.parameters())
-    fingerprint = f"mtp {len(layers)} {count} {model.dtype} of {target.fingerprint}"
+    fingerprint = f"mtp {len(layers)} {count} {model.dtype} {options.precision} of {target.fingerprint}"
     name, folder = (MTP, "") if head is None else (head.source, head.folder)
     fingerprint += f" from {folder}" if folder else ""
     mtp_backend = MtpBackend(layers, target, norm)
@@ -221,7 +222,7 @@ def _checkpoint(source: str, folder: str, options: LoadOptions) -> CheckpointFil
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads layers for a target's decoder, in its type and on its device. may_pack: whether weights may be packed.
+    """Reads layers for a target's decoder, in its type and on its device. options: the precision of the layers.
 
     token_first: projections get the token before the hidden state, whatever their tensor is called.
     """
@@ -230,7 +231,7 @@ class _Reader:
     decoder: Any
     dtype: torch.dtype
     device: torch.device
-    may_pack: bool
+    options: LoadOptions
     token_first: bool = False
 
     def layer(self, number: int, names: LayerTensors) -> MtpLayer:
@@ -244,9 +245,11 @@ class _Reader:
             _with_weight(decoder.norm, self._tensor(names.parts[part], size)) for part in ("token_norm", "hidden_norm")
         )
         hidden_first = names.parts["project"].endswith(HIDDEN_FIRST) and not self.token_first
-        if self.may_pack and unsupported(decoder) is None:
+        reason, options = unsupported(decoder), self.options
+        refuse_draft_dtype(MTP, options, self.device, self.dtype, reason)
+        if reason is None and (options.fast is not False or options.quantise in BITS):
             products = (weight for weight in decoder.parameters() if weight.dim() > 1)
-            convert = converter(sum(weight.numel() for weight in products), decoder.dtype)
+            convert = converter(sum(weight.numel() for weight in products), decoder.dtype, options)
             pack_experts(decoder, convert)
             pack(decoder, convert, called_by_none(decoder, linear_calls(decoder)))
             return MtpLayer(decoder, token_norm, hidden_norm, convert(project), hidden_first=hidden_first)

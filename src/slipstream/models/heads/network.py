@@ -25,7 +25,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class HeadConfig:
     """A head's settings, as its files declare them.
 
-    layers: those whose entering hidden states are its features, ascending, as transformers numbers `hidden_states`.
+    layers: those whose entering hidden states are its features, in order, as transformers numbers `hidden_states`;
+    listed_layers: in the order that the files list, if they list any.
     hidden_size, target_hidden_size: the head's and the target's. vocab_size: the target's. token_ids: [draft
     vocabulary] the target's id of each token that the head can propose; None for all, in order.
     inverse_frequencies: [head_dim / 2] of rotary positions, None for those of rope_theta; rotation_scale: of their
@@ -52,6 +53,7 @@ class HeadConfig:
     rotation_scale: float = 1.0
     windows: tuple[int | None, ...] = (None,)
     unclear: tuple[str, ...] = ()
+    listed_layers: tuple[int, ...] = ()
 
     @property
     def draft_vocab_size(self) -> int:

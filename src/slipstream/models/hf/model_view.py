@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import partial, update_wrapper
 from types import MethodType
@@ -33,10 +34,11 @@ class ModelView:
     """A view of a model, which watches what its owner changes.
 
     model: what Slipstream runs. copies_weights: whether replaced modules hold copies of weights, which do not follow
-    changes of the originals; set by whoever replaces modules.
+    changes of the originals.
     """
 
     copies_weights = False
+    _copied: Sequence[int] = ()  # a digest of the weights that were copied
 
     def __init__(self, owned: Any) -> None:
         """owned: the model as its owner has it."""
@@ -77,6 +79,26 @@ class ModelView:
     def accept_weights(self) -> None:
         """Make the weights' present values those that `has_same_weights` compares with."""
         self._values = self._read()
+
+    def note_copies(self) -> None:
+        """Called by whoever has replaced modules by others that hold copies of weights."""
+        self.copies_weights, self._copied = True, self._digest()
+
+    def compare_copies(self) -> None:
+        """Compare all weights with the copies: a change of a few numbers through `.data` may be in no sample."""
+        if self.copies_weights and self._digest() != self._copied:
+            self._values = -1, []
+
+    @torch.inference_mode()
+    def _digest(self) -> list[int]:
+        """Sums of the bits of all tensors' rows, each times the number of the row."""
+        sums = []
+        for tensor in self._tensors:
+            if _is_plain(tensor):
+                rows = tensor.detach().contiguous().view(len(tensor) if tensor.dim() else 1, -1)
+                bits = rows.view(torch.int32 if rows.shape[1] * rows.itemsize % 4 == 0 else torch.uint8)
+                sums.append((bits.sum(-1) * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
+        return [int(total) for total in sums]
 
     def num_writes(self) -> int:
         """How many changes of weights in place PyTorch has counted; cheap enough for every round."""
@@ -168,10 +190,15 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it has numbers that can be read."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
+    return plain and tensor.device.type != "meta" and tensor.numel() > 0
+
+
 def _sample(tensor: Tensor) -> Tensor | None:
     """A view of numbers of all rows and, where there are enough rows, all columns; None for tensors without numbers."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
-    if not plain or tensor.device.type == "meta" or tensor.numel() == 0:
+    if not _is_plain(tensor):
         return None
     numbers, columns = tensor.detach(), tensor.shape[-1] if tensor.dim() else 1
     if not numbers.is_contiguous():

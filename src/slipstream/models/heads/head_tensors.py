@@ -1,0 +1,241 @@
+"""The tensors of a draft head's file: read, checked, in the precision that the user names.
+
+Every tensor has the size that config.json says, and none is left over: a head would compute something with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.checks import is_whole
+from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.cpu.huge_pages import HugePages
+from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.cpu.packed_linear import compressed_or_packed
+from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, quantised
+from slipstream.models.heads.head_files import WEIGHTS, HeadFiles, weights_file
+from slipstream.models.heads.head_kinds import FEATURES, MASK_FEATURE, own_name
+from slipstream.models.heads.network import HeadConfig, Linear
+from slipstream.models.loaded import Loaded, LoadOptions
+
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+# ends of names: of the scales of weights in 8 bits, and of those of activations, keys and values, which are not rounded
+SCALES = ("weight_scale", "input_scale", "k_scale", "v_scale")
+TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights, as they are read
+# tensors that need not be read: copies of the target's, those that follow from others, DSpark's estimates of acceptance
+# where they are switched off, and P-EAGLE's mask feature, which is read elsewhere
+UNREAD = re.compile(
+    r"(embed_tokens|lm_head|verifier_\w+)\.weight|[dt]2[dt]|confidence_head\..+|.+\.inv_freq|" + MASK_FEATURE
+)
+
+
+def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor | None:
+    """The target's id of each draft token, from their offsets `d2t`, in whatever order the trainer ranked them."""
+    offsets, output, source = tensors.get("d2t"), tensors.get(OUTPUT), files.source
+    if offsets is None:
+        count = files.flags.get("draft_vocab_size") if output is None else output.shape[:1].numel()
+        if is_whole(count, 1, vocab_size - 1):
+            raise SlipstreamError(
+                f"draft head {source!r} scores {count} of {vocab_size} tokens, and has no tensor 'd2t', which says "
+                "which they are; allowed: heads with 'd2t'"
+            )
+        return None
+    if offsets.dim() != 1 or not len(offsets):
+        raise SlipstreamError(f"draft head {source!r}: d2t is {list(offsets.shape)}; allowed: [draft tokens]")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        type_name = _type_name(offsets.dtype)
+        raise SlipstreamError(f"draft head {source!r}: d2t is of type {type_name}; allowed: int32, int64")
+    ids = offsets.long() + torch.arange(len(offsets))
+    if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise SlipstreamError(
+            f"draft head {source!r}: d2t names {len(ids.unique())} tokens for {len(ids)} scores, from {int(ids.min())} "
+            f"to {int(ids.max())}; allowed: a token for each, from 0 to {vocab_size - 1}"
+        )
+    is_drafted = tensors.get("t2d", torch.zeros(0))
+    is_as_large = is_drafted.shape == (vocab_size,) and int(is_drafted.count_nonzero()) == len(ids)
+    if is_as_large and not bool(is_drafted[ids].all()):
+        raise SlipstreamError(f"draft head {source!r}: d2t names other tokens than t2d; allowed: the same")
+    return ids
+
+
+def read_tensors(files: HeadFiles) -> dict[str, Tensor]:
+    """A head's tensors by `own_name`; those in floating point get the type that the user names, or that of `fc`."""
+    from safetensors.torch import load_file
+
+    path, options = weights_file(files.folder, files.options), files.options
+    if path is None:
+        raise SlipstreamError(f"draft head {files.source!r} has no weights; allowed: {' or '.join(WEIGHTS)}")
+    try:
+        if path.suffix == ".safetensors":
+            loaded = load_file(path)
+        else:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            is_named = isinstance(loaded, dict) and all(isinstance(name, str) for name in loaded)
+            if not is_named or not all(isinstance(part, Tensor) for part in loaded.values()):
+                raise ValueError("it holds something other than tensors by name")
+    except Exception as error:  # of many kinds, depending on what the file asks to load
+        raise SlipstreamError(
+            f"draft head {files.source!r}: {path.name} could not be read: {one_line(error)}"
+        ) from error
+    named = {own_name(key): part for key, part in loaded.items()}
+    for key in [key for key in named if re.match(r"layers\.[1-9]\d*\.hidden_norm\.", key)]:  # of ModelOpt
+        named.setdefault(key.replace("hidden_norm", "input_layernorm"), named[key])
+        named.pop(key)
+    tensors = {key: _unrounded(files.source, named, key) for key in named if not key.endswith(SCALES)}
+    dtype = torch.bfloat16
+    if FEATURES in tensors:
+        check_type(files.source, FEATURES, tensors[FEATURES])
+        dtype = tensors[FEATURES].dtype
+    if options.draft_type is not None:
+        dtype = getattr(torch, options.draft_type)
+    return {key: part.to(dtype) if part.dtype in TYPES else part for key, part in tensors.items()}
+
+
+def _unrounded(source: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor, or in bfloat16 what the numbers of 8 bits [outputs, inputs] in its place stand for.
+
+    Their scales are one number for the tensor or for each output.
+    """
+    scale, tensor = tensors.get(name + "_scale"), tensors[name]
+    if scale is None:
+        return tensor
+    is_alike = tensor.dim() == 2 and tensor.dtype.itemsize == 1 and scale.dtype in TYPES
+    if not is_alike or scale.numel() not in (1, len(tensor)):
+        raise SlipstreamError(
+            f"draft head {source!r}: tensor {name!r} of {_type_name(tensor.dtype)} {list(tensor.shape)} has scales of "
+            f"{_type_name(scale.dtype)} {list(scale.shape)}; allowed: 8-bit weights with one scale, or one per output"
+        )
+    return (tensor.float() * scale.float().reshape(-1, 1)).to(torch.bfloat16)
+
+
+def output_layer(read: TensorReader, config: HeadConfig, target: Loaded) -> Linear:
+    """What makes scores of a head's outputs: the head's own layer if it brings one, else the target's."""
+    if OUTPUT in read.tensors:
+        return read.product({OUTPUT: config.draft_vocab_size}, config.hidden_size)
+    model = target.backend.model  # type: ignore[attr-defined]
+    output, dtype = model.get_output_embeddings(), model.dtype
+    token_ids = None if config.token_ids is None else config.token_ids.to(read.device)
+
+    def scores(outputs: Tensor) -> Tensor:
+        every: Tensor = output(outputs.to(dtype))
+        return every if token_ids is None else every[..., token_ids]
+
+    return scores
+
+
+@dataclass(frozen=True)
+class TensorReader:
+    """Reads a head's tensors. names: those that have been read."""
+
+    files: HeadFiles
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+    names: set[str] = field(default_factory=set)
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """The tensor of this name. Raises `SlipstreamError` if it is missing or of another shape."""
+        tensor = self.tensors.get(name)
+        if tensor is None or tuple(tensor.shape) != shape:
+            problem = "is missing" if tensor is None else f"is {list(tensor.shape)}"
+            raise SlipstreamError(
+                f"draft head {self.files.source!r}: tensor {name!r} {problem}; allowed: {list(shape)}"
+            )
+        check_type(self.files.source, name, tensor)
+        self.names.add(name)
+        return tensor.to(self.device)
+
+    def product(self, parts: Mapping[str, int], inputs: int) -> Linear:
+        """The joint product with the weights of these names, [outputs, inputs] each. parts: outputs by name."""
+        weights = [self(name, outputs, inputs) for name, outputs in parts.items()]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        linear = nn.Linear(inputs, len(weight), bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+            return linear
+        num_weights = sum(tensor.numel() for tensor in self.tensors.values())
+        return converter(num_weights, weight.dtype, self.files.options)(linear)
+
+    def check_all_read(self) -> None:
+        """Raise `SlipstreamError` if a tensor was not read: the head would compute something with it."""
+        unread = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
+        if unread:
+            raise SlipstreamError(
+                f"draft head {self.files.source!r}: its config.json does not account for tensor {unread[0]!r}; "
+                f"allowed: the tensors of its kind, such as {min(self.names)!r}"
+            )
+
+
+def check_type(source: str, name: str, tensor: Tensor) -> None:
+    """Raise `SlipstreamError` for a tensor of another type than weights have."""
+    if tensor.dtype not in TYPES:
+        type_name, allowed = _type_name(tensor.dtype), ", ".join(map(_type_name, TYPES))
+        raise SlipstreamError(f"draft head {source!r}: tensor {name!r} is of type {type_name}; allowed: {allowed}")
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def converter(num_weights: int, dtype: torch.dtype, options: LoadOptions) -> Callable[[nn.Linear], nn.Module]:
+    """What converts a head's linear layers on a CPU: to the bits that the user names, else to the fastest form.
+
+    That is 4 bits in a large head, else packed: between two drafts the target's weights displace a head's from the
+    caches, so a draft costs reading all its bytes.
+    """
+    is_faster = dtype == torch.bfloat16 and num_weights >= SMALLEST
+    if options.quantise not in BITS and (options.draft_type or options.fast is False or not is_faster):
+        return compressed_or_packed
+    return partial(quantised, bits=options.quantise if options.quantise in BITS else "int4", memory=HugePages())
+
+
+def refuse_draft_dtype(
+    source: str, options: LoadOptions, device: torch.device, dtype: torch.dtype | None = None, reason: str | None = None
+) -> None:
+    """Raise `UsageError` for a precision that a head cannot have.
+
+    dtype: the target's, for heads that have no other. reason: why layers cannot be quantised, if that is known.
+    """
+    if options.quantise in BITS:
+        reason = f"it is on {device}" if device.type != "cpu" else reason
+        reason = "Slipstream's own kernels are not available" if reason is None and kernels() is None else reason
+        if reason is not None:
+            raise UsageError(
+                f"draft_dtype={options.quantise!r}, but draft head {source!r} cannot be quantised: {reason}; allowed: "
+                "'auto', or a type such as 'bfloat16'"
+            )
+    if dtype is not None and options.draft_type not in (None, _type_name(dtype)):
+        raise UsageError(
+            f"draft_dtype={options.draft_type!r}, but draft head {source!r} has its target's type; allowed: "
+            f"{_type_name(dtype)!r}, 'auto', 'int4', 'int8'"
+        )
+
+
+def own_embedding(read: TensorReader, config: HeadConfig) -> nn.Module | None:
+    """The head's own embedding, if it brings one."""
+    if EMBEDDING not in read.tensors:
+        return None
+    return nn.Embedding.from_pretrained(read(EMBEDDING, config.vocab_size, config.hidden_size))
+
+
+def projections(config: HeadConfig, name: str, parts: str) -> dict[str, int]:
+    """The outputs of some of a layer's projections of queries, keys and values, by name. parts: such as "qkv"."""
+    heads = {"q": config.num_heads, "k": config.num_key_heads, "v": config.num_key_heads}
+    return {f"{name}self_attn.{part}_proj.weight": heads[part] * config.head_dim for part in parts}
+
+
+def after_attention(read: TensorReader, config: HeadConfig, name: str) -> dict[str, Any]:
+    """The products and norm after a layer's attention, by the fields of `LayerWeights`. name: "layers.N."."""
+    size, middle = config.hidden_size, config.intermediate_size
+    return {
+        "out": read.product({f"{name}self_attn.o_proj.weight": size}, config.num_heads * config.head_dim),
+        "gate_up": read.product({f"{name}mlp.{part}_proj.weight": middle for part in ("gate", "up")}, size),
+        "down": read.product({f"{name}mlp.down_proj.weight": size}, middle),
+        "middle_norm": read(f"{name}post_attention_layernorm.weight", size),
+    }
