@@ -92,12 +92,11 @@ def test_a_server_open_to_other_machines_says_so_and_shows_an_address_that_answe
     )
 
 
-@pytest.mark.parametrize("option", ["--batch-folder", "--api-key-file"])
-def test_an_unusable_folder_or_key_file_is_one_line_before_models_are_loaded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+def test_an_unusable_key_file_is_one_line_before_models_are_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").touch()
+    (tmp_path / "keys").touch()
     code, out, errors = run(
-        capsys, monkeypatch, "serve", "--target", "toy", "--port", "0", option, str(tmp_path / "file")
+        capsys, monkeypatch, "serve", "--target", "toy", "--port", "0", "--api-key-file", str(tmp_path / "keys")
     )
     assert code == 2 and not out and len(errors.strip().splitlines()) == 1 and errors.startswith("error: "), errors

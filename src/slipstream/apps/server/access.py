@@ -29,7 +29,6 @@ Count = Callable[[Scope, int], None]  # called with the status of every answer
 
 OPEN = frozenset({"/", "/health", "/live", "/ping"})  # these need no key, nor do the page's own files
 PAGE = "/page/"
-FILES = "/v1/files"
 ENDLESS = "/v1/slipstream/events"  # its GET never ends, so HEAD is not served through it
 MIN_KEY_LENGTH = 8
 UNNAMED = "sha256:"  # prefix of the name given to the owner of an unnamed key
@@ -124,9 +123,9 @@ class Access:
                 response.headers.update({"access-control-allow-origin": origin, "vary": "Origin"})
             await response(scope, receive, self._counting_send(scope, send))
             return
-        await self._app(scope, self._bounded_receive(scope, receive), self._counting_send(scope, send))
+        await self._app(scope, self._bounded_receive(receive), self._counting_send(scope, send))
 
-    def _bounded_receive(self, scope: Scope, receive: Receive) -> Receive:
+    def _bounded_receive(self, receive: Receive) -> Receive:
         """A `receive` that raises once a body turns out too large, or does not arrive in time."""
         size, ended = 0, False
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout
@@ -142,7 +141,7 @@ class Access:
                 raise HTTPException(408) from None
             ended = not message.get("more_body", False)
             size += len(message.get("body", b""))
-            if size > self._max_body_bytes(scope):
+            if size > self._settings.max_body_bytes:
                 raise HTTPException(413)
             return message
 
@@ -163,7 +162,7 @@ class Access:
     def _check(self, scope: Scope) -> str:
         host = self._check_host(_headers(scope, b"host"))
         self._check_origin(_headers(scope, b"origin"), host)
-        self._check_length(_headers(scope, b"content-length"), self._max_body_bytes(scope))
+        self._check_length(_headers(scope, b"content-length"))
         path: str = scope["path"]
         if not self._keys.digests or path in OPEN or path.startswith(PAGE) or self._is_allowed_preflight(scope):
             return ""
@@ -196,13 +195,9 @@ class Access:
             raise ApiError(403, f"host {host!r:.80} is not served here; see --allowed-host")
         return host
 
-    def _max_body_bytes(self, scope: Scope) -> int:
-        """The largest body that this address takes."""
-        is_upload = scope["path"] == FILES and scope["method"] == "POST" and self._settings.batch_folder
-        return self._settings.max_file_bytes if is_upload else self._settings.max_body_bytes
-
-    def _check_length(self, lengths: Sequence[str], largest: int) -> None:
+    def _check_length(self, lengths: Sequence[str]) -> None:
         """Refuse a body whose declared length is too large; `_bounded_receive` counts what really arrives."""
+        largest = self._settings.max_body_bytes
         if any(len(length) > 12 or int(length) > largest for length in lengths if length.isdigit()):
             raise ApiError(413, f"the request body is too large; allowed: {largest} bytes")
 

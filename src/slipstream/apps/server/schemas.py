@@ -396,7 +396,7 @@ class DetokenizeFields(Fields):
 class Answer(BaseModel):
     """Base of the answers that the OpenAPI document describes; further fields are allowed.
 
-    Models, files and batches are OpenAI's objects, whose documentation describes them.
+    Models are OpenAI's objects, whose documentation describes them.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())

@@ -12,7 +12,6 @@ from slipstream.errors import UsageError, setting
 SEVERAL = "may be given several times"
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
-FILES_PER_KEY = 25  # of the largest size
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 
@@ -35,8 +34,6 @@ class ServerSettings:
     queue_timeout: float = setting(60.0, "seconds a request may wait for its first round")
     request_timeout: float = setting(600.0, "seconds a request may take in all")
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
-    batch_folder: str = setting("", "folder of files and batches; without one /v1/files and /v1/batches are closed")
-    max_file_bytes: int = setting(200 << 20, "largest file that may be uploaded")
     no_special_tokens_in_prompts: bool = setting(
         False, "refuse texts that would become special tokens of the model, such as the end of a turn"
     )
@@ -53,7 +50,6 @@ class ServerSettings:
             ("max_queued_requests", 1, 1 << 20),
             ("max_queued_tokens", 1, 1 << 30),
             ("max_body_bytes", 1024, 1 << 30),
-            ("max_file_bytes", 1024, 1 << 40),
         ):
             check_whole(name, getattr(self, name), low, high)
         for name in ("queue_timeout", "request_timeout", "drain_timeout"):
@@ -63,7 +59,7 @@ class ServerSettings:
         for name in ("insecure", "share_learning", "no_special_tokens_in_prompts"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: true or false")
-        for name in ("host", "api_key_file", "served_model_name", "batch_folder"):
+        for name in ("host", "api_key_file", "served_model_name"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a text")
         for name in ("allowed_host", "allowed_origin"):
@@ -86,11 +82,6 @@ class ServerSettings:
                 f"host={self.host!r} without keys lets everyone on the network in; allowed: --api-key-file FILE, "
                 "--host 127.0.0.1, or --insecure"
             )
-
-    @property
-    def max_stored_bytes(self) -> int:
-        """What the files of one key may take on the disk together."""
-        return FILES_PER_KEY * self.max_file_bytes
 
     @property
     def is_local(self) -> bool:
