@@ -13,7 +13,6 @@ import httpx
 
 from tests.support.processes import PATIENCE
 from tests.support.raw_client import RawClient
-from tests.support.running_server import BRIEFLY_IDLE
 
 PROMPTS = ("A heron", "The sparrow was", "Then the wind", "zz", "a fish, a stone, a fish", "You are fast")
 MALFORMED: tuple[tuple[str, bytes], ...] = (
@@ -94,7 +93,7 @@ class Storm:
     async def _run(self) -> None:
         seeds = random.Random(self.seed)
         limit = asyncio.Semaphore(self.at_once)
-        options: dict[str, Any] = {"base_url": self.url, "timeout": PATIENCE, "limits": BRIEFLY_IDLE}
+        options: dict[str, Any] = {"base_url": self.url, "timeout": PATIENCE}
         async with httpx.AsyncClient(trust_env=False, **options) as client:
 
             async def one(seed: int) -> None:

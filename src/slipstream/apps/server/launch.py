@@ -10,13 +10,12 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
 
-from slipstream.apps.server.connections import BoundedConnection
+from slipstream.apps.server.connections import ConnectionSweep
 from slipstream.apps.server.server_settings import ServerSettings, is_address
 from slipstream.apps.server.service import Service
 from slipstream.apps.server.web_app import Load, make_app
@@ -53,8 +52,12 @@ class Server(uvicorn.Server):
                 app,
                 settings.host,
                 settings.port,
-                http=partial(BoundedConnection, MAX_CONNECTIONS, settings.request_timeout),  # type: ignore[arg-type]
+                http="h11",  # whose connections the sweep can read
                 ws="none",
+                proxy_headers=False,  # `Access` reads them
+                limit_concurrency=2 * MAX_CONNECTIONS,
+                timeout_keep_alive=settings.keep_alive_timeout,
+                headers=[("keep-alive", f"timeout={settings.keep_alive_timeout}")],
                 lifespan="on",
                 log_config=None,
                 access_log=False,
@@ -64,6 +67,7 @@ class Server(uvicorn.Server):
         )
         self.settings, self._ready, self._cores = settings, on_ready, cores
         self._last_resort = last_resort
+        self._connections = ConnectionSweep(MAX_CONNECTIONS, settings.keep_alive_timeout, settings.request_timeout)
         self.service: Service | None = None
         self.failure: BaseException | None = None
         self._listens = False
@@ -81,6 +85,11 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._listens = not self.should_exit
         self._announce()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called about ten times a second; returns whether to end."""
+        self._connections.sweep(self.server_state.connections, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     def _announce(self) -> None:
         """Call `on_ready` once the models are loaded and the address is known, whichever comes last."""

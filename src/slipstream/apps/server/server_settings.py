@@ -33,6 +33,7 @@ class ServerSettings:
     max_body_bytes: int = setting(4 << 20, "largest request body; a larger one is refused with status 413")
     queue_timeout: float = setting(60.0, "seconds a request may wait for its first round")
     request_timeout: float = setting(600.0, "seconds a request may take in all")
+    keep_alive_timeout: int = setting(75, "seconds that an idle connection stays open for the next request")
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
     no_special_tokens_in_prompts: bool = setting(
         False, "refuse texts that would become special tokens of the model, such as the end of a turn"
@@ -50,6 +51,7 @@ class ServerSettings:
             ("max_queued_requests", 1, 1 << 20),
             ("max_queued_tokens", 1, 1 << 30),
             ("max_body_bytes", 1024, 1 << 30),
+            ("keep_alive_timeout", 1, 1 << 20),
         ):
             check_whole(name, getattr(self, name), low, high)
         for name in ("queue_timeout", "request_timeout", "drain_timeout"):
