@@ -143,6 +143,7 @@ WRITTEN = {
     "stop_token_ids": Written(list[int], tuple, "TOKEN_ID", f"; {SEVERAL}"),
     "allowed_host": Written(list[str], tuple, "NAME"),
     "allowed_origin": Written(list[str], tuple, "URL"),
+    "trusted_proxy": Written(list[str], tuple, "ADDRESS"),
     "host": Written(str, str, "ADDRESS"),
     "api_key_file": Written(str, str, "FILE"),
     "served_model_name": Written(str, str, "NAME"),

@@ -1,4 +1,4 @@
-"""Starts a server, and ends it: SIGTERM or Ctrl-C lets running requests finish, a second signal does not."""
+"""Starts a server, and ends it: SIGTERM, SIGHUP or Ctrl-C lets running requests finish; a second signal does not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -26,6 +27,7 @@ from slipstream.models.cpu.thread_placement import free_thread
 log = logging.getLogger("slipstream.server")
 MAX_CONNECTIONS = 1024
 OTHER_FILES = 256  # that a server has open
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 CLOSING_SECONDS = 30.0  # that closing connections and threads may take when the server ends
 FORCED_SECONDS = 2.0  # that a step under way may still take after a second signal
 
@@ -111,7 +113,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins a shutdown, the second ends the server at once."""
+        """The first signal begins a shutdown, the second ends the server at once; a closed terminal sends several."""
+        if self._draining is not None and sig == HANGUP:
+            return
         if self._draining is not None or self._loop is None:
             self.should_exit = self.force_exit = True
             self._last_resort(CLOSING_SECONDS)
@@ -139,6 +143,8 @@ def serve(
     _allow_files(2 * MAX_CONNECTIONS + OTHER_FILES)
     with _listening(settings) as listener:
         server = Server(settings, lambda: _uncollected(load()), on_ready, cores, _end_in)
+        if HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN:  # as after nohup
+            signal.signal(HANGUP, server.handle_exit)
         try:
             server.run(sockets=[listener])
         except SystemExit:  # uvicorn raises it if it could not start

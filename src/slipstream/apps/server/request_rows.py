@@ -19,6 +19,7 @@ from slipstream.apps.server.error_objects import ApiError, misspelt, refused
 from slipstream.apps.server.live_request import Job, LiveRequest
 from slipstream.apps.server.request_reading import (
     Rendered,
+    check_tools_read,
     checked_tools,
     forced_tools,
     rendered_chat,
@@ -153,6 +154,7 @@ def _calls(
     """A constraint to calls in the model's own form, or to JSON of the schema `answer` if there is one."""
     form = tokenizer.call_form() if isinstance(tokenizer, ToolCallParser) else None
     if form is None:
+        check_tools_read(tokenizer)
         raise refused(
             "tool_choice: this model's form of calls is not known, or not JSON; allowed: 'none', 'auto'", "tool_choice"
         )
@@ -286,9 +288,12 @@ class RowMaker:
         room = self.max_model_len - prompt_length
         needed = 1 if asked_tokens is None else asked_tokens
         if needed > room:
+            if room > 0:
+                excess = f"{prompt_length} of the prompt and {name}={needed} exceed it"
+            else:
+                excess = f"the prompt alone has {prompt_length}" + ", and its answer at least one" * (not room)
             raise refused(
-                f"This model's maximum context length is {self.max_model_len} tokens; {prompt_length} of the prompt "
-                f"and {name}={needed} exceed it",
+                f"This model's maximum context length is {self.max_model_len} tokens; {excess}",
                 name if room > 0 else "prompt" if isinstance(fields, CompletionFields) else "messages",
                 "context_length_exceeded",
             )

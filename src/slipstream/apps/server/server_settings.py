@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 
 from slipstream.checks import check_whole, is_number
 from slipstream.errors import UsageError, setting
@@ -25,6 +25,9 @@ class ServerSettings:
     insecure: bool = setting(False, "listen on an address that others reach without keys")
     allowed_host: tuple[str, ...] = setting((), f"name by which clients may call this server; {SEVERAL}")
     allowed_origin: tuple[str, ...] = setting((), f"other site whose pages may call this server; {SEVERAL}")
+    trusted_proxy: tuple[str, ...] = setting(
+        (), f"proxy whose X-Forwarded-For names the client: its address, or a network like 10.0.0.0/8; {SEVERAL}"
+    )
     served_model_name: str = setting("", "name of the model in requests; the target's by default")
     max_model_len: int = setting(4096, "tokens of a prompt and its answer; 0 allows the model's whole context")
     default_max_tokens: int = setting(1024, "longest chat answer, in tokens, if the request sets no limit")
@@ -64,13 +67,19 @@ class ServerSettings:
         for name in ("host", "api_key_file", "served_model_name"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a text")
-        for name in ("allowed_host", "allowed_origin"):
+        for name in ("allowed_host", "allowed_origin", "trusted_proxy"):
             value = getattr(self, name)
             if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
                 raise UsageError(f"{name}={value!r}; allowed: a list of texts")
         for name in self.allowed_host:
             if not (NAME.fullmatch(name) or is_address(name)):
                 raise UsageError(f"allowed_host={name!r}; allowed: a name without scheme and port, like box.lan")
+        for proxy in self.trusted_proxy:
+            try:
+                ip_network(proxy, strict=False)
+            except ValueError:
+                why = "allowed: an address like 127.0.0.1, or a network like 10.0.0.0/8"
+                raise UsageError(f"trusted_proxy={proxy!r}; {why}") from None
         for origin in self.allowed_origin:
             if not ORIGIN.fullmatch(origin) or origin.endswith(DEFAULT_PORTS.get(origin.partition(":")[0], "/")):
                 raise UsageError(
@@ -79,6 +88,12 @@ class ServerSettings:
                 )
         if not self.host:
             raise UsageError("host=''; allowed: an address or a name, for example 127.0.0.1")
+        if not (NAME.fullmatch(self.host) or is_address(self.host.strip("[]"))):
+            raise UsageError(
+                f"host={self.host!r}; allowed: an address or a name, for example 127.0.0.1; the port goes to --port"
+            )
+        if not self.served_model_name.isprintable():
+            raise UsageError(f"served_model_name={self.served_model_name!r}; allowed: printable characters")
         if not self.is_local and not self.api_key_file and not self.insecure:
             raise UsageError(
                 f"host={self.host!r} without keys lets everyone on the network in; allowed: --api-key-file FILE, "

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
 from slipstream.apps.server import engine_routes, openai_routes
-from slipstream.apps.server.access import Access, ApiKeys
+from slipstream.apps.server.access import Access, KeyFile
 from slipstream.apps.server.error_objects import ApiError, add_handlers
 from slipstream.apps.server.openai_routes import answer, service_of
 from slipstream.apps.server.schemas import REFUSALS, ChatCompletion, ChatFields, Completion, CompletionFields, streamed
@@ -83,7 +83,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
 
     UsageError if the file of keys cannot be used.
     """
-    keys = ApiKeys.read(settings.api_key_file)
+    keys = KeyFile(settings.api_key_file)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
