@@ -169,7 +169,7 @@ def test_without_a_trusted_proxy_nobody_chooses_an_address(caplog: pytest.LogCap
 
 @pytest.mark.parametrize("proxy", ["nginx", "10.0.0.0/33", "*", "127.0.0.1:80", ""])
 def test_a_proxy_is_an_address_or_a_network(proxy: str) -> None:
-    with pytest.raises(UsageError, match="trusted_proxy=.*; allowed: an address like 127.0.0.1, or a network like"):
+    with pytest.raises(UsageError, match=r"trusted_proxy=.*; allowed: an address like 127.0.0.1, or a network"):
         ServerSettings(trusted_proxy=(proxy,))
 
 

@@ -18,8 +18,8 @@ from uvicorn.lifespan.on import LifespanOn
 
 from slipstream.apps.cli import serve
 from slipstream.apps.cli.consoles import err
-from slipstream.apps.server.launch import Server
 from slipstream.apps.server.answer_state import ModelFacts
+from slipstream.apps.server.launch import Server
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.errors import UsageError
 from tests.support.command_line import run
@@ -111,15 +111,15 @@ def test_an_unusable_key_file_is_one_line_before_models_are_loaded(
 
 @pytest.mark.parametrize("host", ["/run/x.sock", "unix:/run/x.sock", "127.0.0.1:8000", "http://127.0.0.1", "a b", "*"])
 def test_a_host_is_an_address_or_a_name(host: str) -> None:
-    with pytest.raises(UsageError, match="host='.*'; allowed: an address or a name, .*; the port goes to --port"):
+    with pytest.raises(UsageError, match=r"host='.*'; allowed: an address or a name, .*; the port goes to --port"):
         ServerSettings(host=host)
 
 
 @pytest.mark.parametrize("name", ["mod\udcff", "two\u2028lines", "two\nlines", "\x1b[2J"])
 def test_a_name_that_answers_cannot_hold_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="served_model_name=.*; allowed: printable characters"):
+    with pytest.raises(UsageError, match=r"served_model_name=.*; allowed: printable characters"):
         ServerSettings(served_model_name=name)
-    with pytest.raises(UsageError, match="the model's name is .*; allowed: printable characters"):
+    with pytest.raises(UsageError, match=r"the model's name is .*; allowed: printable characters"):
         ModelFacts.of(toy(), name)
 
 
@@ -127,7 +127,7 @@ def test_a_name_that_answers_cannot_hold_is_refused(name: str) -> None:
 def test_a_server_starts_although_its_log_cannot_be_written() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = ("-m", "slipstream", "serve", "--target", "toy", "--port", str(port))
+    command = ("-m", "slipstream", "serve", "--target", "toy", "--acceptance", "topk:2", "--port", str(port))
     with open("/dev/full", "wb") as full, started(*command, stderr=full) as server:
         deadline, status = time.monotonic() + PATIENCE, 0
         while status != 200:

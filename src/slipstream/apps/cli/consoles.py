@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.cells import cell_len
@@ -49,15 +49,6 @@ class Stream(Console):
         self.print(text, style=style, soft_wrap=not self.is_terminal)
 
 
-class Notices(Stream):
-    """Standard error, where what cannot be written is dropped: a full disk behind a log must not end a command."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Print as `Console` does, if that is possible."""
-        with suppress(OSError):
-            super().print(*objects, **options)
-
-
 def _unpadded(segments: Iterable[Segment]) -> Iterator[Segment]:
     """Segments without blanks at the ends of lines."""
     blanks = ""  # held back, since the line may end after them
@@ -84,7 +75,7 @@ def _open_closed_streams() -> None:
 def _stream(*, stderr: bool) -> Stream:
     file = sys.stderr if stderr else sys.stdout
     width = None if file.isatty() else PIPE_COLUMNS
-    return (Notices if stderr else Stream)(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)
+    return Stream(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)
 
 
 _open_closed_streams()
