@@ -243,6 +243,12 @@ NO_TEXT = "a text, or parts of one"
         (CHAT, {LONE: 1}, None, "a field's name has a lone surrogate; allowed: valid Unicode"),
         (CHAT, {"prediction": {"type": "content", "content": LONE}}, "prediction.content", "prediction.content has '"),
         (TEXT, {"prompt": "x" * 4231}, "prompt", "is 4096 tokens; the prompt alone has 4231"),
+        # refused by their characters, before they are tokenised
+        (TEXT, {"prompt": "x" * 40_000}, "prompt", "prompt has 40000 characters; allowed: at most 4096 tokens, of at"),
+        (TEXT, {"prompt": ["y", "x" * 40_000]}, "prompt", "prompt has 40000 characters"),
+        (CHAT, said(content="x" * 40_000), "messages", "messages has 40000 characters"),
+        (CHAT, said(content=[{"type": "text", "text": "x" * 20_000}] * 2), "messages", "messages has 40000 characters"),
+        (CHAT, {"prediction": {"type": "content", "content": "x" * 40_000}}, "prediction", "has 40000 characters"),
         (TEXT, {"prompt": "x" * 4096}, "prompt", "the prompt alone has 4096, and its answer at least one"),
         (TEXT, {"prompt": "x" * 90, "max_tokens": 4007}, "max_tokens", "90 of the prompt and max_tokens=4007 exceed"),
         # constraints and options under the names of other systems
