@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
 HEAD_SECONDS = 20.0  # that the head of a request may take beyond the time that an idle connection stays open
 
 
@@ -30,12 +28,12 @@ class ConnectionSweep:
     def __init__(self, max_connections: int, idle_seconds: float, stalled_seconds: float) -> None:
         self._max_connections, self._stalled_seconds = max_connections, stalled_seconds
         self._head_seconds = idle_seconds + HEAD_SECONDS
-        self._seen: dict[H11Protocol, _Seen] = {}
+        self._seen: dict[Any, _Seen] = {}
 
-    def sweep(self, connections: Set[H11Protocol], now: float) -> None:
-        """Look at all connections. now: seconds of a clock that only moves forward."""
+    def sweep(self, connections: Set[Any], now: float) -> None:
+        """Look at all connections, which are uvicorn's `H11Protocol`. now: seconds of a clock that only goes forward."""
         before, self._seen = self._seen, {}
-        waiting: list[H11Protocol] = []  # for a request, or the rest of one
+        waiting: list[Any] = []  # for a request, or the rest of one
         for connection in connections:
             cycle, is_unread = connection.cycle, connection.flow.write_paused
             lacks_head = cycle is None or cycle.response_complete
