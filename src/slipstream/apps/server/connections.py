@@ -31,7 +31,7 @@ class ConnectionSweep:
         self._seen: dict[Any, _Seen] = {}
 
     def sweep(self, connections: Set[Any], now: float) -> None:
-        """Look at all connections, which are uvicorn's `H11Protocol`. now: seconds of a clock that only goes forward."""
+        """Look at all connections, uvicorn's `H11Protocol`. now: seconds on a clock that only goes forward."""
         before, self._seen = self._seen, {}
         waiting: list[Any] = []  # for a request, or the rest of one
         for connection in connections:
