@@ -27,7 +27,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -206,7 +205,7 @@ def storm(options: argparse.Namespace) -> int:
     else:
         arguments = ["--target", options.target, "--request-timeout", options.request_timeout]
         arguments += ["--draft", options.draft] if options.draft else []
-        with tempfile.TemporaryDirectory() as folder, slipstream_serve([*arguments, "--batch-folder", folder]) as url:
+        with slipstream_serve(arguments) as url:
             report = measure(url, options)
     print(json.dumps(report))
     return 0 if report["ok"] else 1

@@ -164,7 +164,6 @@ def test_a_killed_replica_breaks_off_its_own_streams_only(cluster: Cluster) -> N
         ({"target": "toy", "decoder": {"temperature": 1}}, "decoder: unknown setting 'temperature'; allowed: drafter"),
         ({"target": "toy", "server": {"port": -1}}, "port=-1; allowed: a whole number from 0 to 65535"),
         ({"target": "toy", "replicas": 0}, "replicas=0; allowed: a whole number, 1 or more, or"),
-        ({"target": "toy", "replicas": 2, "server": {"batch_folder": "x"}}, "batch_folder with several replicas"),
     ],
 )
 def test_wrong_arguments_are_refused(args: dict[str, Any], why: str) -> None:

@@ -117,8 +117,8 @@ def address(log: IO[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_server_starts_without_unix_modules_and_locks_its_folder(tmp_path: Path) -> None:
-    arguments = ["serve", "--target", "toy", "--port", "0", "--batch-folder", str(tmp_path)]
+def test_a_server_starts_without_unix_modules() -> None:
+    arguments = ["serve", "--target", "toy", "--port", "0"]
     pipe = subprocess.PIPE
     with subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, stderr=pipe, text=True, encoding="utf-8") as server:
         assert server.stderr is not None
@@ -127,10 +127,6 @@ def test_a_server_starts_without_unix_modules_and_locks_its_folder(tmp_path: Pat
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with opener.open(f"{url}/health", timeout=PATIENCE) as answer:
                 assert answer.status == 200
-            second = subprocess.run(
-                [*COMMAND, *arguments], env=ENVIRONMENT, capture_output=True, text=True, encoding="utf-8", check=False
-            )
-            assert second.returncode == 1 and "is used by another server" in second.stderr
         finally:
             server.send_signal(signal.SIGTERM)
             server.communicate()

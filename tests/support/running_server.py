@@ -21,9 +21,6 @@ from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.processes import PATIENCE
 
-# the server closes connections idle for five seconds, for which httpx would by default still keep them
-BRIEFLY_IDLE = httpx.Limits(keepalive_expiry=1.0)
-
 
 def toy(**settings: Any) -> SpeculativeDecoder:
     return SpeculativeDecoder("toy", **{"acceptance": "match", "drafter": "suffix", "num_draft_tokens": 4} | settings)
@@ -119,7 +116,7 @@ def running_server(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any
             if server.started:
                 break
             time.sleep(0.005)
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE, limits=BRIEFLY_IDLE) as client:
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE) as client:
             yield RunningServer(server, server.url, client)
     finally:
         server.should_exit = server.force_exit = True

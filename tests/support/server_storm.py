@@ -13,7 +13,6 @@ import httpx
 
 from tests.support.processes import PATIENCE
 from tests.support.raw_client import RawClient
-from tests.support.running_server import BRIEFLY_IDLE
 
 PROMPTS = ("A heron", "The sparrow was", "Then the wind", "zz", "a fish, a stone, a fish", "You are fast")
 MALFORMED: tuple[tuple[str, bytes], ...] = (
@@ -41,33 +40,18 @@ BOMBS: tuple[dict[str, Any], ...] = (  # constraints that are unsatisfiable, too
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}}},
     {"logit_bias": {str(at): -100 for at in range(256)}, "max_tokens": 3},
 )
-PURPOSE = b'--B\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-FORMS: tuple[bytes, ...] = (
-    b"",
-    b"--B--",
-    PURPOSE,
-    PURPOSE + b"--B--\r\n",
-    PURPOSE
-    + b"--B\r\ncontent-disposition: form-data; name=\"file\"; filename*=idna''"
-    + b"a" * 300
-    + b"\r\n\r\nx\r\n--B--",
-    PURPOSE + b"--B\r\ncontent-disposition: form-data; name=file; filename*=unicode_escape''%5Cud800\r\n\r\nx\r\n--B--",
-    PURPOSE * 20,
-    b"--B\r\n" + b"x" * 20_000,
-    b"--B\r\ncontent-disposition: form-data; name=file\r\n\r\n" + b"x" * 5000,
-)
 BEGINNINGS: tuple[bytes, ...] = (  # beginnings of requests that never continue
     b"",
     b"POST /v1/comp",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{",
-    b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n--B\r\n\r\n",
+    b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"pro\r\n',
     b"\x16\x03\x01\x02\x00\x01\x00",
 )
 FAULT = "!!!"  # with `weak`, the server fails at prompts that begin so, once they have some output
 KINDS = {"whole": 4, "stream": 4, "left": 2, "slow": 1, "gone": 1, "hasty": 1, "long": 1, "malformed": 1, "failing": 1}
 # `fault` needs a decoder made by `weak`
-HOSTILE = {"bomb": 2, "fault": 1, "form": 1, "silent": 2, "health": 1}
+HOSTILE = {"bomb": 2, "fault": 1, "silent": 2, "health": 1}
 FOR_NOW = (429, 503)  # the client should ask again
 UNSEEN = ("num_draft_tokens",)  # fields of a body that change no text
 
@@ -88,7 +72,7 @@ class Storm:
     abandoned after some chunks, or read slowly; clients that disconnect within their request or before the answer, or
     give up after some milliseconds; long texts, which a server may cut off at its end; malformed bodies; rows that
     fail while others run.
-    Hostile ones: constraints that are bombs, faults within the engine, broken forms, sockets that bring no request and
+    Hostile ones: constraints that are bombs, faults within the engine, sockets that bring no request and
     stay open until the storm is over (`silent`), and questions after the server's health.
     """
 
@@ -109,7 +93,7 @@ class Storm:
     async def _run(self) -> None:
         seeds = random.Random(self.seed)
         limit = asyncio.Semaphore(self.at_once)
-        options: dict[str, Any] = {"base_url": self.url, "timeout": PATIENCE, "limits": BRIEFLY_IDLE}
+        options: dict[str, Any] = {"base_url": self.url, "timeout": PATIENCE}
         async with httpx.AsyncClient(trust_env=False, **options) as client:
 
             async def one(seed: int) -> None:
@@ -154,11 +138,6 @@ class Storm:
         body = request(choose) | {"prompt": FAULT, "max_tokens": 30, "num_draft_tokens": 4}
         answer = _checked(await client.post("/v1/completions", json=body), 500)
         assert answer.json()["error"]["type"] == "server_error"
-
-    async def _form(self, client: httpx.AsyncClient, choose: random.Random) -> None:
-        headers = {"content-type": choose.choice(("multipart/form-data; boundary=B", "multipart/form-data", "x"))}
-        answer = await client.post("/v1/files", content=choose.choice(FORMS), headers=headers)
-        assert answer.status_code in (400, 404, 429) and "error" in answer.json(), answer.text
 
     async def _silent(self, client: httpx.AsyncClient, choose: random.Random) -> None:
         raw = await RawClient.open(self.url)

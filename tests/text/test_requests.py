@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from transformers import BatchEncoding
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.text.requests import read_prompts
+from slipstream.text.requests import read_prompts, texts_shown
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support.markers import subcases
 from tests.support.tiny_models import prompts, shared, tokenizer
 
@@ -178,3 +180,33 @@ def test_a_result_is_json_ready() -> None:
     assert saved["finish_reason"] == "length" and saved["stats"]["num_output_tokens"] == 5
     assert [token for round in saved["rounds"] for token in round["tokens"]] == result.token_ids
     assert saved["prompt_token_ids"] == prompts([6])[0] and "tokenizer" not in saved
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "x" * 60_000,
+        [{"role": "user", "content": "x" * 60_000}],
+        [{"role": "user", "content": [{"type": "text", "text": "x" * 30_000}] * 2}],
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    prompt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, lengths = HFTokenizer._ids, list[int]()
+    monkeypatch.setattr(
+        HFTokenizer, "_ids", lambda self, text, **more: lengths.append(len(text)) or encode(self, text, **more)
+    )
+    decoder = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer())
+    why = "prompt has 60000 characters; allowed: at most "
+    with pytest.raises(UsageError, match=why):
+        decoder.generate(prompt, max_tokens=3)
+    lines = [{"id": "long", "prompt": prompt}, {"id": "short", "prompt": "the cat", "max_tokens": 3}]
+    report = decoder.batch(lines, tmp_path / "answers.jsonl")
+    assert (report.answered, report.failed) == (1, 1) and 0 < max(lengths) < 1000
+    assert why in (tmp_path / "answers.errors.jsonl").read_text()
+
+
+def test_what_a_template_may_leave_out_counts_for_no_length() -> None:
+    messages = [{"role": "assistant", "content": "x" * 999}, {"role": "user", "content": "abc"}, {"role": "tool"}]
+    assert texts_shown(messages) == ["abc"]

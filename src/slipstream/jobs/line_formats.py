@@ -31,7 +31,7 @@ from slipstream.text.results import Result, result_of
 from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.wiring.model_pair import fingerprint_of
 
-OPENAI_LINES = "slipstream.apps.server.batch_runner"
+OPENAI_LINES = "slipstream.apps.server.openai_lines"
 NEEDED = "lines in OpenAI's format need {0}; run: pip install {0}"
 NO_OPTIONS = ("id", "prompt", "chat", "model")
 FORMS = {*KINDS, "response_format", "structured_outputs"}  # names of structured output in flags and other formats

@@ -25,10 +25,11 @@ from slipstream.errors import UsageError, first_line
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.detokenizer import VisibleText
 from slipstream.tokenization.byte_vocabulary import RunningModel
-from slipstream.tokenization.tokenizer import ChatForm, TokenizerDetails, check_text
+from slipstream.tokenization.tokenizer import ChatForm, Tokenizer, TokenizerDetails, check_text
 
 ALLOWED = "a text, a list of token ids or a list of chat messages"
 MEDIA = ("pixel", "image", "video", "audio", "input_features", "input_values")  # in names of what processors return
+USUAL_TOKEN_LENGTH = 8  # characters; the longest token is looked for only if a text has more per token
 SHAPES = "(n,) or (1, n) for one prompt, (batch, n) for several"
 
 
@@ -201,6 +202,26 @@ Ids = list[int] | Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]  # the l
 Prompt = str | Ids | list[Message]
 
 
+def texts_shown(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The contents of messages that every chat template shows whole; some leave out what the assistant thought."""
+    contents = [message.get("content") for message in messages if message.get("role") != "assistant"]
+    parts = [part for content in contents for part in (content if isinstance(content, list | tuple) else [content])]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def check_size(name: str, texts: Iterable[str], tokenizer: Tokenizer, max_tokens: int) -> None:
+    """Refuse what cannot have so few tokens, whatever they are, before it is tokenised: that takes seconds per MB."""
+    size = sum(map(len, texts))
+    if size <= max_tokens * USUAL_TOKEN_LENGTH:
+        return
+    longest = max(map(len, tokenizer.vocabulary()), default=0)
+    if size > max_tokens * longest:
+        raise UsageError(
+            f"{name} has {size} characters; allowed: at most {max_tokens} tokens, of at most {longest} characters each"
+        )
+
+
 @dataclass(frozen=True)
 class RequestReader:
     """Reads requests for one target: its tokenizer, vocabulary and context length.
@@ -245,6 +266,8 @@ class RequestReader:
                 f"prompt is text, but model {self.target.name!r} has no tokenizer; "
                 f"allowed: {folder if self.target.view is None else python}"
             )
+        texts = [prompt] if isinstance(prompt, str) else texts_shown(prompt)
+        check_size("prompt", texts, tokenizer, self.target.backend.max_length - 1)
         if isinstance(prompt, str):
             check_text("prompt", prompt)
             messages = self._messages(prompt, chat)

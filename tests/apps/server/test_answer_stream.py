@@ -22,10 +22,10 @@ from tests.support.running_server import PATIENCE, running_server
 
 
 class Times:
-    """Writes the time of each event."""
+    """Writes the time of each event; nothing for times below zero, as for tokens whose text is withheld."""
 
     def take(self, event: Event) -> list[dict[str, Any]]:
-        return [{"at": event.time}]  # type: ignore[union-attr]
+        return [{"at": event.time}] if event.time >= 0 else []  # type: ignore[union-attr]
 
     def sent(self, chunk: dict[str, Any]) -> bytes:
         return b"%d " % chunk["at"]
@@ -229,6 +229,34 @@ def test_a_silent_stream_sends_keep_alive_lines(monkeypatch: pytest.MonkeyPatch)
                 await asyncio.sleep(0.005)
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_a_stream_is_silent_for_as_long_as_it_sends_nothing_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        client, clock = Client(), Clock(asyncio.get_running_loop())
+        async with answered(client):
+            client.stream._timer.cancel()  # the test tells the time
+            monkeypatch.setattr(client.stream, "_loop", clock)
+            client.stream._last_sent = 0.0
+            for second in range(1, 61):
+                clock.now = float(second)
+                step([client], 7 if second == 40 else -1)
+                await a_turn()
+                client.stream._end_silence()
+                client.stream._timer.cancel()
+        assert client.text == 2 * KEEP_ALIVE.decode() + "7 " + KEEP_ALIVE.decode()  # after 15, 30 and 55 seconds
+
+    asyncio.run(run())
+
+
+class Clock:
+    """An event loop's timers on a clock that stands still until it is set."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.now, self.call_later = 0.0, loop.call_later
+
+    def time(self) -> float:
+        return self.now
 
 
 def test_a_coroutine_run_until_blocked_resumes_where_it_waited() -> None:

@@ -10,6 +10,10 @@ import openai
 import pytest
 
 from slipstream import SpeculativeDecoder
+from slipstream.apps.server.error_objects import ApiError
+from slipstream.apps.server.request_reading import rendered_chat
+from slipstream.apps.server.request_rows import answer_constraint
+from slipstream.apps.server.schemas import ChatFields
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support import tiny_models
 from tests.support.running_server import running_server
@@ -152,8 +156,19 @@ def test_unsupported_call_forms_are_not_forced(name: str) -> None:
     assert HFTokenizer(tokenizer(*OTHERS[name])).call_form() is None
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "look"}}])
+def test_tools_that_the_template_does_not_read_are_refused_with_what_works(choice: Any) -> None:
+    offered, reader = [{"type": "function", "function": {"name": "look"}}], HFTokenizer(tiny_models.tokenizer())
+    fields = ChatFields.model_validate({"messages": ASKED, "tools": offered, "tool_choice": choice})
+    with pytest.raises(ApiError, match=r"tools: this chat template does not read them; .*; response_format") as refusal:
+        rendered_chat(fields, reader)
+        answer_constraint(fields, reader)
+    assert refusal.value.param == "tools"
+
+
 def test_a_required_call_in_an_unsupported_form_is_refused_by_name() -> None:
     inner = tokenizer(*OTHERS["arguments that are not JSON"])
+    inner.chat_template += "{% if tools %}{% endif %}"
     model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
     with (
         running_server(

@@ -195,3 +195,55 @@ def test_the_shown_request_is_the_one_that_would_be_sent(server: RunningServer, 
     page.click("#raw")
     request = page.text_content("#raw-body")
     assert "a first question" in request and "Name three birds" not in request and "authorization" not in request
+
+
+def focused(page: Any) -> Any:
+    return page.evaluate("document.activeElement.id")
+
+
+def test_the_keyboard_keeps_its_place_and_the_end_of_an_answer_is_announced(opened: Opened) -> None:
+    gate = Gate()
+    with running_server(gate.load) as server:
+        page = opened(server.url)
+        try:
+            page.wait_for_selector("#served[data-up]")
+            page.fill("#max_tokens", "9")
+            page.fill("#ask", "the cat sat")
+            page.keyboard.press("Tab")
+            assert focused(page) == "send"
+            page.keyboard.press("Enter")
+            assert gate.reached.wait(PATIENCE)
+            assert page.is_disabled("#send") and focused(page) == "ask"
+            page.keyboard.press("Tab")
+            assert focused(page) == "stop"
+            page.keyboard.press("Enter")
+            page.wait_for_selector("text=stopped by you")
+            assert page.is_hidden("#stop") and focused(page) == "ask"
+            assert "Stopped by you." in page.text_content("#live")
+        finally:
+            gate.opened.set()
+        server.wait_until(lambda: not server.service.live)
+        page.focus("text=Regenerate")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".receipt")
+        assert focused(page) == "ask" and "Cut at max tokens." in page.text_content("#live")
+        page.click("#new-chat")
+        page.focus("#examples button")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".receipt")
+        assert focused(page) == "ask"
+
+
+def test_the_end_of_a_whole_answer_is_announced(server: RunningServer, opened: Opened) -> None:
+    page = opened(server.url, canned(["the whole answer"], lambda text: [text]))
+    ask(page)
+    page.wait_for_selector(".facts")
+    assert "End of the answer." in page.text_content("#live")
+    assert page.locator("#unloaded").count() == 0
+
+
+@pytest.mark.parametrize("files", ["**/page/*", "**/page/app.js"])
+def test_a_page_whose_script_does_not_load_says_so(server: RunningServer, opened: Opened, files: str) -> None:
+    page = opened(server.url, lambda page: page.route(files, lambda route: route.fulfill(status=404)))
+    page.wait_for_selector("#unloaded", state="visible")
+    assert "the address must end with a slash" in page.text_content("#unloaded")

@@ -242,6 +242,27 @@ NO_TEXT = "a text, or parts of one"
         (CHAT, {"stop": [LONE]}, "stop", "stop.0: has a lone surrogate; allowed: valid Unicode"),
         (CHAT, {LONE: 1}, None, "a field's name has a lone surrogate; allowed: valid Unicode"),
         (CHAT, {"prediction": {"type": "content", "content": LONE}}, "prediction.content", "prediction.content has '"),
+        (TEXT, {"prompt": "x" * 4231}, "prompt", "is 4096 tokens; the prompt alone has 4231"),
+        # refused by their characters, before they are tokenised
+        (TEXT, {"prompt": "x" * 40_000}, "prompt", "prompt has 40000 characters; allowed: at most 4096 tokens, of at"),
+        (TEXT, {"prompt": ["y", "x" * 40_000]}, "prompt", "prompt has 40000 characters"),
+        (CHAT, said(content="x" * 40_000), "messages", "messages has 40000 characters"),
+        (CHAT, said(content=[{"type": "text", "text": "x" * 20_000}] * 2), "messages", "messages has 40000 characters"),
+        (CHAT, {"prediction": {"type": "content", "content": "x" * 40_000}}, "prediction", "has 40000 characters"),
+        (TEXT, {"prompt": "x" * 4096}, "prompt", "the prompt alone has 4096, and its answer at least one"),
+        (TEXT, {"prompt": "x" * 90, "max_tokens": 4007}, "max_tokens", "90 of the prompt and max_tokens=4007 exceed"),
+        # constraints and options under the names of other systems
+        *(
+            (path, {name: {"type": "object"}}, name, "response_format or structured_outputs")
+            for path in (CHAT, TEXT)
+            for name in ("format", "response_schema", "guided_decoding", "output_config", "json", "schema", "regex")
+        ),
+        (CHAT, {"format": "json"}, "format", "response_format or structured_outputs"),
+        (CHAT, {"json_mode": True}, "json_mode", "response_format or structured_outputs"),
+        *(
+            (CHAT, {name: {"guided_json": {}}}, name, "its fields belong at the top level")
+            for name in ("extra_body", "options", "sampling_params", "generationConfig")
+        ),
         # suggestions for misspelt names
         (CHAT, said(role="usr"), "messages.0.role", "'tool' or 'function'; did you mean 'user'?"),
         (CHAT, said(content=None, contents="hi"), "messages.0.content", "is null; is 'contents' meant for it?"),

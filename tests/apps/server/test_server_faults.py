@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.apps.server.batch_store import LinesUnderWay
 from slipstream.core.types import Row
 from tests.support.job_cases import by_id, chat
-from tests.support.running_server import PATIENCE, RunningServer, running_server, toy
+from tests.support.running_server import RunningServer, running_server, toy
 
 MARK = "!!!"  # a prompt with it fails
 GOOD = ["A heron", "The sparrow was", "Then the wind"]
@@ -140,78 +138,3 @@ def test_a_job_whose_engine_fails_raises_its_error_and_keeps_its_answers(tmp_pat
         decoder.batch(LINES, tmp_path / "output.jsonl")
     report = toy(max_batch_size=2).batch(LINES, tmp_path / "output.jsonl")
     assert report.answered_before > 0 and report.answered + report.answered_before == len(LINES)
-
-
-def fatal(**settings: Any) -> SpeculativeDecoder:
-    """The toy with a drafter that fails forever once it has seen a marked prompt."""
-    decoder = toy(**settings)
-    drafter: Any = decoder.drafter
-    propose, seen = drafter.propose, list[Row]()
-
-    def failing(rows: Sequence[Row], *arguments: Any) -> Any:
-        seen.extend(filter(is_bad, rows))
-        if seen:
-            raise RuntimeError("the device is gone")
-        return propose(rows, *arguments)
-
-    drafter.propose = failing
-    return decoder
-
-
-def served_batch(folder: Path, lines: list[Any] | None) -> tuple[bool, Any]:
-    """Run a server over a folder that begins or resumes a batch: whether it survived, and the status and texts."""
-    with running_server(lambda: fatal(max_batch_size=3), batch_folder=str(folder)) as server:
-        store = server.service.background.store
-        if lines is not None:
-            data = "".join(json.dumps(line) + "\n" for line in lines).encode()
-            file = server.http.post("/v1/files", files={"file": data}, data={"purpose": "batch"}).json()["id"]
-            server.http.post("/v1/batches", json={"input_file_id": file, "endpoint": "/v1/chat/completions"})
-        (record,) = store.batches.values()
-        pause = threading.Event()
-        for _ in range(int(PATIENCE / 0.005)):  # not on the event loop, which stops with the engine
-            if server.server.should_exit or not record.is_unfinished:
-                break
-            pause.wait(0.005)
-        if server.server.should_exit:
-            return False, None
-        status = server.http.get(f"/v1/batches/{record.id}").json()
-        texts = [server.http.get(f"/v1/files/{status[f'{name}_file_id']}/content").text for name in ("output", "error")]
-        return True, (status, texts)
-
-
-def test_a_line_that_crashes_servers_is_run_alone_and_then_given_up(tmp_path: Path) -> None:
-    ends, outcome = 0, served_batch(tmp_path / "b", LINES)
-    while not outcome[0]:
-        ends, outcome = ends + 1, served_batch(tmp_path / "b", None)
-        assert ends < 5
-    status, (output, errors) = outcome[1]
-    assert ends <= 2 and status["status"] == "completed"
-    assert status["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
-    (error,) = map(json.loads, errors.splitlines())
-    assert error["custom_id"] == "c5" and "it is not tried again" in error["error"]["message"]
-    toy(max_batch_size=3).batch([line for line in LINES if line["custom_id"] != "c5"], tmp_path / "good.jsonl")
-    (tmp_path / "output.jsonl").write_text(output)
-    assert by_id(tmp_path / "output.jsonl") == by_id(tmp_path / "good.jsonl")
-
-
-def test_a_single_line_that_crashes_servers_is_tried_twice(tmp_path: Path) -> None:
-    assert served_batch(tmp_path / "b", [LINES[5]]) == (False, None)
-    assert served_batch(tmp_path / "b", None) == (False, None)
-    lived, outcome = served_batch(tmp_path / "b", None)
-    assert lived and outcome[0]["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
-
-
-def test_only_servers_that_crash_count_against_the_lines_in_progress(tmp_path: Path) -> None:
-    path, keys = tmp_path / "lines", [("b", at) for at in range(3)]
-    for orderly, ends in ((True, [0, 0, 0]), (False, [1, 1, 0]), (True, [1, 1, 0]), (False, [2, 2, 0])):
-        lines = LinesUnderWay(path, ["b"])
-        with lines.entered(keys[0]), lines.entered(keys[1]):
-            with lines.entered(keys[2]):
-                pass
-            lines.close(orderly=orderly)
-        with path.open("ab") as file:
-            file.write(b'["b", 2')  # a write that the crash cut short
-        lines = LinesUnderWay(path, ["b"])
-        assert [lines.num_ends(key) for key in keys] == ends
-        lines.close(orderly=False)
-    assert LinesUnderWay(path, ["c"]).num_ends(keys[0]) == 0

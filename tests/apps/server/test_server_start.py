@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,10 +18,12 @@ from uvicorn.lifespan.on import LifespanOn
 
 from slipstream.apps.cli import serve
 from slipstream.apps.cli.consoles import err
+from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.launch import Server
 from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.errors import UsageError
 from tests.support.command_line import run
-from tests.support.processes import PATIENCE
+from tests.support.processes import PATIENCE, started
 from tests.support.running_server import running_server, toy
 
 
@@ -92,12 +99,65 @@ def test_a_server_open_to_other_machines_says_so_and_shows_an_address_that_answe
     )
 
 
-@pytest.mark.parametrize("option", ["--batch-folder", "--api-key-file"])
-def test_an_unusable_folder_or_key_file_is_one_line_before_models_are_loaded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+def test_an_unusable_key_file_is_one_line_before_models_are_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").touch()
+    (tmp_path / "keys").touch()
     code, out, errors = run(
-        capsys, monkeypatch, "serve", "--target", "toy", "--port", "0", option, str(tmp_path / "file")
+        capsys, monkeypatch, "serve", "--target", "toy", "--port", "0", "--api-key-file", str(tmp_path / "keys")
     )
     assert code == 2 and not out and len(errors.strip().splitlines()) == 1 and errors.startswith("error: "), errors
+
+
+@pytest.mark.parametrize("host", ["/run/x.sock", "unix:/run/x.sock", "127.0.0.1:8000", "http://127.0.0.1", "a b", "*"])
+def test_a_host_is_an_address_or_a_name(host: str) -> None:
+    with pytest.raises(UsageError, match=r"host='.*'; allowed: an address or a name, .*; the port goes to --port"):
+        ServerSettings(host=host)
+
+
+@pytest.mark.parametrize("name", ["mod\udcff", "two\u2028lines", "two\nlines", "\x1b[2J"])
+def test_a_name_that_answers_cannot_hold_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=r"served_model_name=.*; allowed: printable characters"):
+        ServerSettings(served_model_name=name)
+    with pytest.raises(UsageError, match=r"the model's name is .*; allowed: printable characters"):
+        ModelFacts.of(toy(), name)
+
+
+@pytest.mark.slow
+def test_a_server_starts_although_its_log_cannot_be_written() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = ("-m", "slipstream", "serve", "--target", "toy", "--acceptance", "topk:2", "--port", str(port))
+    with open("/dev/full", "wb") as full, started(*command, stderr=full) as server:
+        deadline, status = time.monotonic() + PATIENCE, 0
+        while status != 200:
+            assert server.poll() is None and time.monotonic() < deadline, server.returncode
+            try:
+                status = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=PATIENCE).status_code
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_closed_terminal_lets_running_requests_finish(is_ignored: bool) -> None:
+    command = ("-m", "slipstream", "serve", "--target", "toy", "--port", "0")
+    ignore = (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if is_ignored else None  # as nohup does
+    with started(*command, stderr=subprocess.PIPE, preexec_fn=ignore) as server:
+        assert server.stderr is not None
+        url = next(line.split()[-1] for line in server.stderr if " at http://" in line)
+        body = {"prompt": "A heron", "max_tokens": 1500, "ignore_eos": True, "num_draft_tokens": 0, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=PATIENCE) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            for _ in range(2):  # the system sends one, and shells another
+                os.kill(server.pid, signal.SIGHUP)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        if is_ignored:
+            assert httpx.get(f"{url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
+            server.send_signal(signal.SIGTERM)
+        server.stderr.read()
+        assert server.wait(PATIENCE) == 0

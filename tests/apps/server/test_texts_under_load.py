@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,9 +72,8 @@ def test_a_sampler_that_depends_on_the_batch_is_caught(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_hostile_storm_leaves_nothing_behind(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"max_queued_requests": 9, "batch_folder": str(tmp_path)}
-    with running_server(lambda: weak(toy(max_batch_size=3)), **settings) as server:
+def test_a_hostile_storm_leaves_nothing_behind() -> None:
+    with running_server(lambda: weak(toy(max_batch_size=3)), max_queued_requests=9) as server:
         threads = threading.active_count()
         storm = Storm(server.url, 110, seed=2, longest=120, kinds=KINDS | HOSTILE).run()
         service = server.service
@@ -86,7 +84,6 @@ def test_a_hostile_storm_leaves_nothing_behind(tmp_path: Path) -> None:
             lambda: len(server.server.server_state.connections) <= 1
         )  # the connection of this test's client
         assert server.http.get("/health").json() == {"status": "ready"}
-        assert server.http.get("/v1/files").json()["data"] == [] and not service.background.store._uploads
         assert threading.active_count() <= threads + 1
         gc.collect()
         assert sum(type(item) is LiveRequest for item in gc.get_objects()) <= 8  # frames still hold the latest ones

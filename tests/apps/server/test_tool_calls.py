@@ -309,7 +309,7 @@ ANSWERED: Any = {"role": "assistant", "content": "ho"}
 )
 def test_fields_that_the_template_does_not_read_are_refused(fields: dict[str, Any], param: str) -> None:
     asked = ChatFields.model_validate({"messages": [HI]} | fields)
-    with pytest.raises(ApiError, match="this chat template does not read it") as refusal:
+    with pytest.raises(ApiError, match="this chat template does not read") as refusal:
         rendered_chat(asked, HFTokenizer(tiny_models.tokenizer()))
     assert refusal.value.status == 400 and refusal.value.param == param
     for shown in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "required"}, {}):

@@ -9,7 +9,7 @@ import select
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -112,12 +112,14 @@ def draft_name(models: Models, decoder: SpeculativeDecoder) -> str | None:
 def announce_loading(models: Models) -> None:
     """Say what is loaded. Work that is done once per machine (download, conversion, calibration) shows its own bars."""
     draft = f" and {models.draft}" if models.draft not in (None, NO_DRAFT) else ""
-    err.sentence(f"loading {models.target}{draft} ...", style="dim")
+    with suppress(OSError):  # a full disk behind the log must not keep a server from starting
+        err.sentence(f"loading {models.target}{draft} ...", style="dim")
 
 
 def warn_lossy(acceptance: str) -> None:
     """Warn that an acceptance rule is lossy."""
-    err.sentence(f"acceptance {acceptance} is lossy: the text is not the target's own", style="yellow")
+    with suppress(OSError):
+        err.sentence(f"acceptance {acceptance} is lossy: the text is not the target's own", style="yellow")
 
 
 def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig | None = None) -> DecoderConfig:

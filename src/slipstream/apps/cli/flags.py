@@ -35,7 +35,7 @@ USUAL = {
     DecoderConfig: ("drafter", "num_draft_tokens", "dtype", "device"),
     SamplingParams: ("temperature", "top_p", "max_tokens", "stop", "seed"),
     RayOptions: ("ray",),
-    ServerSettings: ("host", "port", "api_key_file", "served_model_name", "max_model_len", "batch_folder"),
+    ServerSettings: ("host", "port", "api_key_file", "served_model_name", "max_model_len"),
 }
 # what --help says of a flag whose whole help only --help-all shows
 SHORT = {
@@ -143,10 +143,10 @@ WRITTEN = {
     "stop_token_ids": Written(list[int], tuple, "TOKEN_ID", f"; {SEVERAL}"),
     "allowed_host": Written(list[str], tuple, "NAME"),
     "allowed_origin": Written(list[str], tuple, "URL"),
+    "trusted_proxy": Written(list[str], tuple, "ADDRESS"),
     "host": Written(str, str, "ADDRESS"),
     "api_key_file": Written(str, str, "FILE"),
     "served_model_name": Written(str, str, "NAME"),
-    "batch_folder": Written(str, str, "FOLDER"),
     "ray": Written(str, str, "ADDRESS"),
     "ray_actors": Written(str, str, "N|MIN-MAX"),
     "seed": Written(int | None, lambda value: value, "N"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,11 @@ def serve_command(models: Models, settings: ServerSettings, config: DecoderConfi
             announce_loading(models)
         return load_decoder(models, config, is_announced=True)
 
-    serve(settings, load, _banner, CORES)
+    def announce(server: Server) -> None:
+        with suppress(OSError):
+            _banner(server)
+
+    serve(settings, load, announce, CORES)
 
 
 def _banner(server: Server) -> None:

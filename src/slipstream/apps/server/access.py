@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -29,7 +30,6 @@ Count = Callable[[Scope, int], None]  # called with the status of every answer
 
 OPEN = frozenset({"/", "/health", "/live", "/ping"})  # these need no key, nor do the page's own files
 PAGE = "/page/"
-FILES = "/v1/files"
 ENDLESS = "/v1/slipstream/events"  # its GET never ends, so HEAD is not served through it
 MIN_KEY_LENGTH = 8
 UNNAMED = "sha256:"  # prefix of the name given to the owner of an unnamed key
@@ -96,6 +96,32 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+class KeyFile:
+    """The keys of a file, read again when it changes. If they are invalid then, the earlier ones stay."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._version, self._keys = self._current_version(), ApiKeys.read(file)
+
+    def keys(self) -> ApiKeys:
+        """The keys as they are now."""
+        if (version := self._current_version()) != self._version:
+            self._version = version
+            try:
+                self._keys = ApiKeys.read(self._file)
+                log.info("--api-key-file %r is read again: %d keys", self._file, len(self._keys.digests))
+            except UsageError as error:
+                log.error("%s; the earlier keys stay", error)
+        return self._keys
+
+    def _current_version(self) -> tuple[int, ...]:
+        try:
+            status = Path(self._file).expanduser().stat()
+        except OSError:
+            return ()
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+
 class Access:
     """An ASGI layer that lets requests through to an app, or refuses them. count: see `Count`.
 
@@ -103,8 +129,9 @@ class Access:
     the client's address if there are no keys. It logs the reason that a refusal leaves there as `refusal`.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ServerSettings, count: Count) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyFile, settings: ServerSettings, count: Count) -> None:
         self._app, self._keys, self._settings, self._count = app, keys, settings, count
+        self._proxies = [ip_network(proxy, strict=False) for proxy in settings.trusted_proxy]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,9 +140,11 @@ class Access:
         if scope["method"] == "HEAD" and scope["path"] != ENDLESS:
             scope = {**scope, "method": "GET"}  # uvicorn still sees HEAD and sends no body
         state = scope.setdefault("state", {})
+        state["client"] = self._client(scope)
         try:
+            scope = _in_origin_form(scope)
             state["owner"] = self._check(scope)
-            state["caller"] = state["owner"] or _client(scope)
+            state["caller"] = state["owner"] or state["client"]
         except ApiError as error:
             state["refusal"] = error.message
             response = error.response()
@@ -124,9 +153,9 @@ class Access:
                 response.headers.update({"access-control-allow-origin": origin, "vary": "Origin"})
             await response(scope, receive, self._counting_send(scope, send))
             return
-        await self._app(scope, self._bounded_receive(scope, receive), self._counting_send(scope, send))
+        await self._app(scope, self._bounded_receive(receive), self._counting_send(scope, send))
 
-    def _bounded_receive(self, scope: Scope, receive: Receive) -> Receive:
+    def _bounded_receive(self, receive: Receive) -> Receive:
         """A `receive` that raises once a body turns out too large, or does not arrive in time."""
         size, ended = 0, False
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout
@@ -142,7 +171,7 @@ class Access:
                 raise HTTPException(408) from None
             ended = not message.get("more_body", False)
             size += len(message.get("body", b""))
-            if size > self._max_body_bytes(scope):
+            if size > self._settings.max_body_bytes:
                 raise HTTPException(413)
             return message
 
@@ -161,15 +190,20 @@ class Access:
         return sending
 
     def _check(self, scope: Scope) -> str:
+        if scope["http_version"] not in ("1.0", "1.1"):  # the preface of HTTP/2 looks like a request
+            raise ApiError(505, f"HTTP/{scope['http_version']} is not served; allowed: HTTP/1.1")
         host = self._check_host(_headers(scope, b"host"))
-        self._check_origin(_headers(scope, b"origin"), host)
-        self._check_length(_headers(scope, b"content-length"), self._max_body_bytes(scope))
         path: str = scope["path"]
-        if not self._keys.digests or path in OPEN or path.startswith(PAGE) or self._is_allowed_preflight(scope):
+        is_page = path == "/" or path.startswith(PAGE)
+        if not is_page:  # a proxy may have rewritten the host, and the page must load to show why its calls are refused
+            self._check_origin(_headers(scope, b"origin"), host)
+        self._check_length(_headers(scope, b"content-length"))
+        keys = self._keys.keys()
+        if not keys.digests or is_page or path in OPEN or self._is_allowed_preflight(scope):
             return ""
         headers = _headers(scope, b"authorization")
         kind, _, key = (headers[0] if len(headers) == 1 else "").partition(" ")
-        owner = self._keys.owner(key.strip()) if kind.lower() == "bearer" else None
+        owner = keys.owner(key.strip()) if kind.lower() == "bearer" else None
         if owner is None:
             why = "no valid API key; send 'Authorization: Bearer KEY' (of NAME:KEY, only what follows the colon)"
             raise ApiError(401, why, code="invalid_api_key")
@@ -183,26 +217,37 @@ class Access:
     def _is_listed(self, origin: str) -> bool:
         return origin in self._settings.allowed_origin
 
+    def _client(self, scope: Scope) -> str:
+        """The client's address: that of the connection, or the one which the last trusted proxy names."""
+        client = str((scope.get("client") or [""])[0])
+        names = [name.strip() for header in _headers(scope, b"x-forwarded-for") for name in header.split(",")]
+        while names and self._is_trusted(client):
+            name = names.pop()
+            name = name if is_address(name) else _host_name(name)  # some proxies add the port
+            if not is_address(name):
+                break
+            client = name
+        return client
+
+    def _is_trusted(self, client: str) -> bool:
+        return is_address(client) and any(ip_address(client) in network for network in self._proxies)
+
     def _check_host(self, hosts: Sequence[str]) -> str:
-        """Refuse names that another site may have pointed at this machine, unless keys protect it."""
-        host = hosts[0] if len(hosts) == 1 else ""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            name = ""
+        """Refuse names that another site may have pointed at this machine, unless keys protect it.
+
+        Health checks of HTTP/1.0 send no name, and browsers always send one.
+        """
+        host = hosts[0] if len(hosts) == 1 else ",".join(hosts)
+        name = _host_name(host)
         names = {"localhost", self._settings.host.lower(), *map(str.lower, self._settings.allowed_host)}
-        any_name = bool(self._keys.digests) and not self._settings.allowed_host and not self._settings.is_local
-        if not name or not (any_name or name in names or is_address(name)):
+        any_name = bool(self._settings.api_key_file) and not self._settings.allowed_host and not self._settings.is_local
+        if host and not (name and (any_name or name in names or is_address(name))):
             raise ApiError(403, f"host {host!r:.80} is not served here; see --allowed-host")
         return host
 
-    def _max_body_bytes(self, scope: Scope) -> int:
-        """The largest body that this address takes."""
-        is_upload = scope["path"] == FILES and scope["method"] == "POST" and self._settings.batch_folder
-        return self._settings.max_file_bytes if is_upload else self._settings.max_body_bytes
-
-    def _check_length(self, lengths: Sequence[str], largest: int) -> None:
+    def _check_length(self, lengths: Sequence[str]) -> None:
         """Refuse a body whose declared length is too large; `_bounded_receive` counts what really arrives."""
+        largest = self._settings.max_body_bytes
         if any(len(length) > 12 or int(length) > largest for length in lengths if length.isdigit()):
             raise ApiError(413, f"the request body is too large; allowed: {largest} bytes")
 
@@ -222,7 +267,7 @@ def _log_refusal(scope: Scope, status: int) -> None:
             scope["method"],
             shortened(quote(scope["path"])),  # without the query, which may have a key
             status,
-            _client(scope),
+            json.dumps(state["client"]),
             key_name(state.get("owner", "")),
             json.dumps(state["refusal"]),
         )
@@ -235,8 +280,28 @@ def key_name(owner: str) -> str:
     return json.dumps(owner, ensure_ascii=False) if owner else "none"
 
 
-def _client(scope: Scope) -> str:
-    return str((scope.get("client") or [""])[0])
+def _in_origin_form(scope: Scope) -> Scope:
+    """The request with a path, also if its target is a whole URL, whose host then counts (RFC 9112, section 3.2.2)."""
+    scheme, separator, rest = scope["path"].partition("://")
+    if not separator or scheme.lower() not in ("http", "https"):
+        return scope
+    host, _, path = rest.partition("/")
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    raw_path = b"/" + scope["raw_path"].partition(b"://")[2].partition(b"/")[2]
+    return {
+        **scope,
+        "path": f"/{path}",
+        "raw_path": raw_path,
+        "headers": [*headers, (b"host", host.encode("utf-8", "replace"))],
+    }
+
+
+def _host_name(host: str) -> str:
+    """The name in `host:port`; empty if it is not of that form."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _headers(scope: Scope, name: bytes) -> list[str]:

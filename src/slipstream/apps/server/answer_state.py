@@ -137,8 +137,13 @@ class ModelFacts:
     @classmethod
     def of(cls, decoder: SpeculativeDecoder, name: str) -> ModelFacts:
         """The facts of a decoder. name: under which it is served, "" for the target's own name."""
+        name = name or decoder.target.name
+        if not name.isprintable():  # JSON cannot hold the bytes of a path that are not UTF-8
+            raise UsageError(
+                f"the model's name is {name!r:.80}; allowed: printable characters, see --served-model-name"
+            )
         return cls(
-            name or decoder.target.name,
+            name,
             fingerprint_of(decoder.target, decoder.shapes),
             decoder.reproducible and decoder.coupled,
             partial(source_of, decoder.drafter_name, decoder.traits.needs_cost_model),
@@ -169,7 +174,7 @@ class ModelFacts:
 
 def without_folders(name: str) -> str:
     """The name of a draft model or drafter as clients see it: only the last part of a local path; hub ids in full."""
-    before, store, path = name.rpartition("store=")
+    before, store, path = name.encode("utf-8", "replace").decode().rpartition("store=")
     is_path = store or path[:1] in ("~", ".") or Path(path).is_absolute()
     return f"{before}{store}{Path(path).name if is_path else path}"
 

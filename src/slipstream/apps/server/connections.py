@@ -1,88 +1,50 @@
-"""Connections that are closed if no request arrives in time, or to make room for others while they have none."""
+"""Closes connections that keep others out: those that bring no request, and those whose clients read nothing.
+
+uvicorn closes only connections that are idle after an answer. It calls `sweep` about ten times a second.
+"""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Set
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-# for the head of a request, counted from the start of the connection or from its last answer
-REQUEST_ARRIVAL_SECONDS = 20.0
+HEAD_SECONDS = 20.0  # that the head of a request may take beyond the time that an idle connection stays open
 
 
-class BoundedConnection(H11Protocol):
-    """A connection that gives way to others while it has no request, and is closed if its client reads nothing.
+@dataclass(frozen=True)
+class _Seen:
+    state: tuple[Any, ...]
+    since: float
 
-    max_connections: with more, the one that has waited longest for a request is closed; more than twice as many are
-    never kept. stalled_seconds: how long a client may read nothing. waiting_since: when it began to wait for a request.
+
+class ConnectionSweep:
+    """Aborts connections that have not changed for too long, and the longest waiting ones where there are too many.
+
+    The deadline of a request's body, and that of its answer, are the application's.
     """
 
-    def __init__(self, max_connections: int, stalled_seconds: float, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, max_connections: int, idle_seconds: float, stalled_seconds: float) -> None:
         self._max_connections, self._stalled_seconds = max_connections, stalled_seconds
-        self._arrival: asyncio.TimerHandle | None = None
-        self._stall: asyncio.TimerHandle | None = None
-        self._cycle_seen: object = None
-        self.waiting_since = 0.0
+        self._head_seconds = idle_seconds + HEAD_SECONDS
+        self._seen: dict[Any, _Seen] = {}
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close the connection that has waited longest where there are too many."""
-        super().connection_made(transport)
-        self._await_request()
-        limit = self._max_connections
-        if len(self.connections) > limit:
-            others = [
-                other for other in self.connections if isinstance(other, BoundedConnection) and other.lacks_request
-            ]
-            if len(self.connections) > 2 * limit:
-                transport.abort()
-            elif others:
-                min(others, key=lambda other: other.waiting_since).give_up()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        _end(self._arrival)
-        _end(self._stall)
-
-    def handle_events(self) -> None:
-        """End the deadline of a request whose head has come; its body has a deadline of its own."""
-        super().handle_events()
-        if self.cycle is not self._cycle_seen:
-            self._cycle_seen = self.cycle
-            _end(self._arrival)
-
-    def on_response_complete(self) -> None:
-        """The next request must come in time."""
-        self._await_request()
-        super().on_response_complete()
-
-    def pause_writing(self) -> None:
-        """The client does not read: it gets `stalled_seconds`."""
-        super().pause_writing()
-        self._stall = self.loop.call_later(self._stalled_seconds, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        _end(self._stall)
-
-    @property
-    def lacks_request(self) -> bool:
-        """Whether the connection is idle or its request has not come whole."""
-        cycle = self.cycle
-        return cycle is None or cycle.response_complete or cycle.more_body
-
-    def give_up(self) -> None:
-        """Close the connection without an answer."""
-        self.connections.discard(self)  # now, so that it is not given up twice
-        self.transport.abort()
-
-    def _await_request(self) -> None:
-        self.waiting_since = self.loop.time()
-        _end(self._arrival)
-        self._arrival = self.loop.call_later(REQUEST_ARRIVAL_SECONDS, self.give_up)
-
-
-def _end(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+    def sweep(self, connections: Set[Any], now: float) -> None:
+        """Look at all connections, uvicorn's `H11Protocol`. now: seconds on a clock that only goes forward."""
+        before, self._seen = self._seen, {}
+        waiting: list[Any] = []  # for a request, or the rest of one
+        for connection in connections:
+            cycle, is_unread = connection.cycle, connection.flow.write_paused
+            lacks_head = cycle is None or cycle.response_complete
+            state = (cycle, lacks_head, is_unread)
+            seen = before.get(connection)
+            seen = self._seen[connection] = seen if seen and seen.state == state else _Seen(state, now)
+            patience = self._head_seconds if lacks_head else self._stalled_seconds if is_unread else inf
+            if now - seen.since > patience:
+                connection.transport.abort()
+            elif lacks_head or cycle.more_body:
+                waiting.append(connection)
+        waiting.sort(key=lambda connection: self._seen[connection].since)
+        for connection in waiting[: max(0, len(connections) - self._max_connections)]:
+            connection.transport.abort()

@@ -116,7 +116,7 @@ class EngineThread:
         self._mail: deque[tuple[str, Job]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._queue, self._background_queue = FairQueue(), FairQueue()
+        self._queue = FairQueue()
         self._running: dict[int, Job] = {}
         self._scoring: list[Job] = []
         self._scores: dict[Job, PromptScores] = {}
@@ -188,13 +188,13 @@ class EngineThread:
     def _read_mail(self) -> bool:
         """Handle submitted and cancelled jobs; wait if there is nothing to do. False once the thread must end."""
         with self._wake:
-            while not (self._stopping or self._mail or self._running or self._scoring or self._has_waiting):
+            while not (self._stopping or self._mail or self._running or self._scoring or self._queue):
                 self._wake.wait()
                 self._gather()
             mail, self._mail = self._mail, deque()
         for what, job in mail:
             if what == "submit":
-                (self._background_queue if job.request.background else self._queue).add(job)
+                self._queue.add(job)
             elif not job.over:
                 self._cancel(job)
         return not self._stopping
@@ -207,7 +207,6 @@ class EngineThread:
 
     def _cancel(self, job: Job) -> None:
         self._queue.remove(job)
-        self._background_queue.remove(job)
         self._scheduler.cancel(job.row)
         if job.row.index in self._running and self._running[job.row.index] is job:
             del self._running[job.row.index]
@@ -219,7 +218,7 @@ class EngineThread:
     def _start_waiting_jobs(self) -> None:
         """Give free places to the jobs that have waited longest, each caller in turn."""
         while len(self._running) + len(self._scoring) < self._scheduler.max_batch_size:
-            job = self._queue.take(self._may_begin) or self._take_background()
+            job = self._queue.take(self._may_begin)
             if job is None:
                 return
             job.started = True
@@ -244,16 +243,6 @@ class EngineThread:
         if len(under_way) + 1 < self._scheduler.max_batch_size or job.row.params.max_tokens <= SHORT_ROW_TOKENS:
             return True
         return all(other.request is not job.request for other in under_way)
-
-    def _take_background(self) -> Job | None:
-        """The next job of a batch. If there are several places, the last is left to live requests."""
-        under_way = [*self._running.values(), *self._scoring]
-        num_taken = sum(job.request.background for job in under_way)
-        return self._background_queue.take() if num_taken < max(1, self._scheduler.max_batch_size - 1) else None
-
-    @property
-    def _has_waiting(self) -> bool:
-        return bool(self._queue or self._background_queue)
 
     def _decode(self, job: Job) -> None:
         if not job.generate:

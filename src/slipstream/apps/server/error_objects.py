@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -95,8 +95,10 @@ def add_handlers(app: FastAPI) -> None:
         return answered(request, validation_error(error.errors()))
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    async def _http(request: Request, error: HTTPException) -> Response:
         status = 400 if error.status_code == 422 else error.status_code
+        if request.method == "OPTIONS" and (status == 405 or request.scope["path"] == "*"):
+            return Response(status_code=204, headers={"allow": ", ".join(_methods(request) or ("GET", "POST"))})
         message = _body_problem(error.__cause__, request) if status == 400 else _status_line(status, request)
         answer = answered(request, ApiError(status, message))
         answer.headers.update(error.headers or {})
@@ -115,14 +117,25 @@ def _status_line(status: int, request: Request) -> str:
     """One line about a status of the web framework."""
     path = f"{request.method} {request.scope['path']!r:.80}"
     if status == 404:
-        return f"{path}: there is no such address; allowed: those that GET /openapi.json lists"
+        return f"{path}: there is no such address; allowed: those that GET /openapi.json lists{_nearest(request)}"
     if status == 405:
-        return f"{path}: this address does not take this method; allowed: {', '.join(_methods(request))}"
+        return f"{path}: method not allowed; allowed: {', '.join(_methods(request))}"
     if status == 408:
         return "the request body did not arrive in time"
     if status == 413:
         return "the request body is too large"
     return f"{path}: {HTTPStatus(status).phrase.lower()}"
+
+
+def _nearest(request: Request) -> str:
+    """The end of a message, which suggests the address that was probably meant, if there is one."""
+    sent = request.scope["path"].rstrip("/")
+    if sent.startswith(("/v1/files", "/v1/batches")):
+        return "; the command `slipstream batch` answers files of requests"
+    routes = [route for route in request.app.state.addresses if getattr(route, "include_in_schema", False)]
+    paths = [route.path for route in routes if "{" not in route.path]
+    same_end = [path for path in paths if sent.endswith(path.removeprefix("/v1"))]
+    return f"; did you mean {max(same_end, key=len)!r}?" if same_end else did_you_mean(sent, *paths)
 
 
 def _body_problem(cause: BaseException | None, request: Request) -> str:

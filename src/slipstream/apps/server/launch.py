@@ -1,4 +1,4 @@
-"""Starts a server, and ends it: SIGTERM or Ctrl-C lets running requests finish, a second signal does not."""
+"""Starts a server, and ends it: SIGTERM, SIGHUP or Ctrl-C lets running requests finish; a second signal does not."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import faulthandler
 import gc
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable
-from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
 
-from slipstream.apps.server.connections import BoundedConnection
+from slipstream.apps.server.connections import ConnectionSweep
 from slipstream.apps.server.server_settings import ServerSettings, is_address
 from slipstream.apps.server.service import Service
 from slipstream.apps.server.web_app import Load, make_app
@@ -27,6 +27,7 @@ from slipstream.models.cpu.thread_placement import free_thread
 log = logging.getLogger("slipstream.server")
 MAX_CONNECTIONS = 1024
 OTHER_FILES = 256  # that a server has open
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 CLOSING_SECONDS = 30.0  # that closing connections and threads may take when the server ends
 FORCED_SECONDS = 2.0  # that a step under way may still take after a second signal
 
@@ -53,8 +54,12 @@ class Server(uvicorn.Server):
                 app,
                 settings.host,
                 settings.port,
-                http=partial(BoundedConnection, MAX_CONNECTIONS, settings.request_timeout),  # type: ignore[arg-type]
+                http="h11",  # whose connections the sweep can read
                 ws="none",
+                proxy_headers=False,  # `Access` reads them
+                limit_concurrency=2 * MAX_CONNECTIONS,
+                timeout_keep_alive=settings.keep_alive_timeout,
+                headers=[("keep-alive", f"timeout={settings.keep_alive_timeout}")],
                 lifespan="on",
                 log_config=None,
                 access_log=False,
@@ -64,6 +69,7 @@ class Server(uvicorn.Server):
         )
         self.settings, self._ready, self._cores = settings, on_ready, cores
         self._last_resort = last_resort
+        self._connections = ConnectionSweep(MAX_CONNECTIONS, settings.keep_alive_timeout, settings.request_timeout)
         self.service: Service | None = None
         self.failure: BaseException | None = None
         self._listens = False
@@ -81,6 +87,11 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._listens = not self.should_exit
         self._announce()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called about ten times a second; returns whether to end."""
+        self._connections.sweep(self.server_state.connections, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     def _announce(self) -> None:
         """Call `on_ready` once the models are loaded and the address is known, whichever comes last."""
@@ -102,7 +113,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins a shutdown, the second ends the server at once."""
+        """The first signal begins a shutdown, the second ends the server at once; a closed terminal sends several."""
+        if self._draining is not None and sig == HANGUP:
+            return
         if self._draining is not None or self._loop is None:
             self.should_exit = self.force_exit = True
             self._last_resort(CLOSING_SECONDS)
@@ -130,6 +143,8 @@ def serve(
     _allow_files(2 * MAX_CONNECTIONS + OTHER_FILES)
     with _listening(settings) as listener:
         server = Server(settings, lambda: _uncollected(load()), on_ready, cores, _end_in)
+        if HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN:  # as after nohup
+            signal.signal(HANGUP, server.handle_exit)
         try:
             server.run(sockets=[listener])
         except SystemExit:  # uvicorn raises it if it could not start

@@ -81,7 +81,7 @@ class LiveRequest:
 
     owner: the name of the caller's key. caller: callers take turns by it; the owner or a client's address.
     group: rows of requests with the same group share cached prompts and what drafters learn.
-    background: a line of a batch; live requests go first. observer: called with every event as it arrives.
+    observer: called with every event as it arrives.
     subscriber: called after new events, to `read` them; it may return a function, which is called once the subscribers
     of other requests have read theirs.
     """
@@ -93,7 +93,6 @@ class LiveRequest:
     jobs: list[Job] = field(default_factory=list)
     arrived: float = field(default_factory=monotonic)
     error: Exception | None = None
-    background: bool = False
     caller: str = ""
     observer: Callable[[LiveRequest, Event], None] = lambda request, event: None
     subscriber: Subscriber | None = None

@@ -128,7 +128,7 @@ async def models(http: Request) -> dict[str, Any]:
 async def model(http: Request, name: str) -> dict[str, Any]:
     """The model that is served, by its name."""
     card = _card(service_of(http))
-    check_model(card["id"], name)
+    check_model(card["id"], name if name == card["id"] else name.removesuffix("/"))
     return card
 
 

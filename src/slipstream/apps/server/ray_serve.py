@@ -55,8 +55,7 @@ class ServeSpec:
             if not isinstance(settings, Mapping):
                 raise UsageError(f"{name}={settings!r:.80}; allowed: a mapping")
             check_known(f"{name}: unknown setting", settings, [f.name for f in fields(kind)])
-        if spec.settings.batch_folder and spec.replicas != 1:
-            raise UsageError("batch_folder with several replicas, but only one can use it; allowed: replicas=1")
+        ServerSettings(**spec.server)  # raises for wrong values
         spec.scale()
         return spec
 

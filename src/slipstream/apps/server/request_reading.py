@@ -262,10 +262,10 @@ def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read
         return
     if templated and isinstance(tokenizer, TokenizerDetails):
         variables = tokenizer.template_variables()
-    # a constraint makes the model call forced tools even if the template does not show them
-    is_shown = fields.tool_choice in (None, "auto") if templated else fields.tool_choice != "none"
+    if fields.tools and fields.tool_choice in (None, "auto"):  # a constraint forces calls that no template shows
+        check_tools_read(tokenizer)
     fields_asked: list[tuple[str, Any, bool]] = [
-        ("tools", is_shown and fields.tools, "tools" in variables),
+        ("tools", fields.tool_choice != "none" and fields.tools, templated),
         ("reasoning_effort", fields.reasoning_effort, "reasoning_effort" in variables),
         ("chat_template_kwargs", fields.chat_template_kwargs, templated),  # the tokenizer checks each variable
         ("continue_final_message", fields.continue_final_message, templated),
@@ -281,6 +281,15 @@ def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read
     for name in variables.intersection(fields.extra) - {"messages", "documents"}:
         if says_something(fields.extra[name]):
             raise refused(f"{name}: a variable of the chat template; allowed: in chat_template_kwargs", name)
+
+
+def check_tools_read(tokenizer: Tokenizer | None) -> None:
+    """Refuse tools where the chat template would leave them out."""
+    if not isinstance(tokenizer, TokenizerDetails) or not tokenizer.has_chat_template:
+        return
+    if "tools" not in tokenizer.template_variables():
+        works = "allowed: a request without tools; response_format asks for JSON of a schema"
+        raise refused(f"tools: this chat template does not read them; {works}", "tools")
 
 
 def _lines(

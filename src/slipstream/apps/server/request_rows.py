@@ -19,8 +19,10 @@ from slipstream.apps.server.error_objects import ApiError, misspelt, refused
 from slipstream.apps.server.live_request import Job, LiveRequest
 from slipstream.apps.server.request_reading import (
     Rendered,
+    check_tools_read,
     checked_tools,
     forced_tools,
+    predicted_text,
     rendered_chat,
     rendered_prompts,
     sampling_params,
@@ -39,7 +41,7 @@ from slipstream.constraints.constraint import Constraint
 from slipstream.constraints.grammar_trial import is_small
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError, did_you_mean, first_line
-from slipstream.text.requests import RequestReader, further_seeds
+from slipstream.text.requests import RequestReader, check_size, further_seeds, texts_shown
 from slipstream.tokenization.tokenizer import CallForm, Tokenizer, ToolCallParser
 
 MAX_BYTES = 64 << 10  # of a schema, an expression or a grammar
@@ -153,6 +155,7 @@ def _calls(
     """A constraint to calls in the model's own form, or to JSON of the schema `answer` if there is one."""
     form = tokenizer.call_form() if isinstance(tokenizer, ToolCallParser) else None
     if form is None:
+        check_tools_read(tokenizer)
         raise refused(
             "tool_choice: this model's form of calls is not known, or not JSON; allowed: 'none', 'auto'", "tool_choice"
         )
@@ -226,6 +229,23 @@ class RowMaker:
         context = self.decoder.target.backend.max_length
         return min(context, self.settings.max_model_len) if self.settings.max_model_len else context
 
+    def check_sizes(self, fields: ChatFields | CompletionFields, tokenizer: Tokenizer | None) -> None:
+        """Refuse texts that are too long whatever their tokens are, before they are tokenised."""
+        if tokenizer is None:
+            return
+        texts = [("prediction", [predicted_text(fields) or ""])]
+        if fields.truncate_prompt_tokens is None:
+            if isinstance(fields, ChatFields):
+                texts.append(("messages", texts_shown([message.model_dump() for message in fields.messages])))
+            else:
+                prompts = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt
+                texts += [("prompt", [prompt]) for prompt in prompts if isinstance(prompt, str)]
+        for name, parts in texts:
+            try:
+                check_size(name, parts, tokenizer, self.max_model_len)
+            except UsageError as error:
+                raise refused(first_line(error), name, "context_length_exceeded") from None
+
     def jobs(
         self, live: LiveRequest, fields: SamplingFields, prompts: Sequence[Rendered], tokenizer: Tokenizer | None
     ) -> list[Job]:
@@ -286,9 +306,12 @@ class RowMaker:
         room = self.max_model_len - prompt_length
         needed = 1 if asked_tokens is None else asked_tokens
         if needed > room:
+            if room > 0:
+                excess = f"{prompt_length} of the prompt and {name}={needed} exceed it"
+            else:
+                excess = f"the prompt alone has {prompt_length}" + ", and its answer at least one" * (not room)
             raise refused(
-                f"This model's maximum context length is {self.max_model_len} tokens; {prompt_length} of the prompt "
-                f"and {name}={needed} exceed it",
+                f"This model's maximum context length is {self.max_model_len} tokens; {excess}",
                 name if room > 0 else "prompt" if isinstance(fields, CompletionFields) else "messages",
                 "context_length_exceeded",
             )
@@ -315,6 +338,7 @@ def writer_of(
 ) -> AnswerWriter:
     """Render the prompts and make the rows of a request. tokenizer: of the calling thread."""
     plain = rows.settings.no_special_tokens_in_prompts
+    rows.check_sizes(fields, tokenizer)
     if isinstance(fields, ChatFields):
         live.jobs = rows.jobs(live, fields, [rendered_chat(fields, tokenizer, plain_texts=plain)], tokenizer)
         return ChatWriter(live, fields, facts)

@@ -42,14 +42,48 @@ WITHOUT_EFFECT = frozenset(
         "verbosity",
     }
 )
-CONSTRAINT = "the form of an answer is asked for with response_format or structured_outputs"
+CONSTRAINT = "not a field here; the form of an answer is asked for with response_format or structured_outputs"
+# what other systems call a constraint
+FORMS = [
+    "grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "format",
+    "json",
+    "json_object",
+    "json_mode",
+    "schema",
+    "choice",
+    "constraint",
+    "text_format",
+    "response_schema",
+    "responseSchema",
+    "response_mime_type",
+    "responseMimeType",
+    "response_model",
+    "output_config",
+    "output_format",
+    "output_schema",
+    "guided_decoding",
+    "guided_json_object",
+    "guidance",
+]
+# objects in which other systems have fields of a request
+CONTAINERS = [
+    "extra_body",
+    "sampling_params",
+    "options",
+    "parameters",
+    "generation_config",
+    "generationConfig",
+    "nvext",
+]
 REFUSED = {
+    **dict.fromkeys(FORMS, CONSTRAINT),
+    **dict.fromkeys(CONTAINERS, "its fields belong at the top level of the request"),
     "use_beam_search": "beam search is not supported",
-    "grammar": CONSTRAINT,
-    "json_schema": CONSTRAINT,
-    "regex": CONSTRAINT,
-    "ebnf": CONSTRAINT,
-    "structural_tag": CONSTRAINT,
     "guided_decoding_backend": "there is one backend for constraints",
     "guided_whitespace_pattern": "JSON is written without whitespace",
     "thinking": "reasoning is asked for with reasoning_effort or chat_template_kwargs",
@@ -396,7 +430,7 @@ class DetokenizeFields(Fields):
 class Answer(BaseModel):
     """Base of the answers that the OpenAPI document describes; further fields are allowed.
 
-    Models, files and batches are OpenAI's objects, whose documentation describes them.
+    Models are OpenAI's objects, whose documentation describes them.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())

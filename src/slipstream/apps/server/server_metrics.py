@@ -267,8 +267,6 @@ class ServerMetrics:
         self.add("vllm:prompt_tokens", length)
         self.add("vllm:prefix_cache_queries", length)
         self.add("vllm:prefix_cache_hits", event.cached)
-        if live.background:
-            return
         self._times[job] = {"start": event.time}
         self._observe("vllm:request_queue_time_seconds", event.time - live.arrived)
         self._observe("vllm:request_prompt_tokens", length)

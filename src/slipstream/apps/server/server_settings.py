@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 
 from slipstream.checks import check_whole, is_number
 from slipstream.errors import UsageError, setting
@@ -12,7 +12,6 @@ from slipstream.errors import UsageError, setting
 SEVERAL = "may be given several times"
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
-FILES_PER_KEY = 25  # of the largest size
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 
@@ -26,6 +25,9 @@ class ServerSettings:
     insecure: bool = setting(False, "listen on an address that others reach without keys")
     allowed_host: tuple[str, ...] = setting((), f"name by which clients may call this server; {SEVERAL}")
     allowed_origin: tuple[str, ...] = setting((), f"other site whose pages may call this server; {SEVERAL}")
+    trusted_proxy: tuple[str, ...] = setting(
+        (), f"proxy whose X-Forwarded-For names the client: its address, or a network like 10.0.0.0/8; {SEVERAL}"
+    )
     served_model_name: str = setting("", "name of the model in requests; the target's by default")
     max_model_len: int = setting(4096, "tokens of a prompt and its answer; 0 allows the model's whole context")
     default_max_tokens: int = setting(1024, "longest chat answer, in tokens, if the request sets no limit")
@@ -34,9 +36,8 @@ class ServerSettings:
     max_body_bytes: int = setting(4 << 20, "largest request body; a larger one is refused with status 413")
     queue_timeout: float = setting(60.0, "seconds a request may wait for its first round")
     request_timeout: float = setting(600.0, "seconds a request may take in all")
+    keep_alive_timeout: int = setting(75, "seconds that an idle connection stays open for the next request")
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
-    batch_folder: str = setting("", "folder of files and batches; without one /v1/files and /v1/batches are closed")
-    max_file_bytes: int = setting(200 << 20, "largest file that may be uploaded")
     no_special_tokens_in_prompts: bool = setting(
         False, "refuse texts that would become special tokens of the model, such as the end of a turn"
     )
@@ -53,7 +54,7 @@ class ServerSettings:
             ("max_queued_requests", 1, 1 << 20),
             ("max_queued_tokens", 1, 1 << 30),
             ("max_body_bytes", 1024, 1 << 30),
-            ("max_file_bytes", 1024, 1 << 40),
+            ("keep_alive_timeout", 1, 1 << 20),
         ):
             check_whole(name, getattr(self, name), low, high)
         for name in ("queue_timeout", "request_timeout", "drain_timeout"):
@@ -63,16 +64,22 @@ class ServerSettings:
         for name in ("insecure", "share_learning", "no_special_tokens_in_prompts"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: true or false")
-        for name in ("host", "api_key_file", "served_model_name", "batch_folder"):
+        for name in ("host", "api_key_file", "served_model_name"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a text")
-        for name in ("allowed_host", "allowed_origin"):
+        for name in ("allowed_host", "allowed_origin", "trusted_proxy"):
             value = getattr(self, name)
             if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
                 raise UsageError(f"{name}={value!r}; allowed: a list of texts")
         for name in self.allowed_host:
             if not (NAME.fullmatch(name) or is_address(name)):
                 raise UsageError(f"allowed_host={name!r}; allowed: a name without scheme and port, like box.lan")
+        for proxy in self.trusted_proxy:
+            try:
+                ip_network(proxy, strict=False)
+            except ValueError:
+                why = "allowed: an address like 127.0.0.1, or a network like 10.0.0.0/8"
+                raise UsageError(f"trusted_proxy={proxy!r}; {why}") from None
         for origin in self.allowed_origin:
             if not ORIGIN.fullmatch(origin) or origin.endswith(DEFAULT_PORTS.get(origin.partition(":")[0], "/")):
                 raise UsageError(
@@ -81,16 +88,17 @@ class ServerSettings:
                 )
         if not self.host:
             raise UsageError("host=''; allowed: an address or a name, for example 127.0.0.1")
+        if not (NAME.fullmatch(self.host) or is_address(self.host.strip("[]"))):
+            raise UsageError(
+                f"host={self.host!r}; allowed: an address or a name, for example 127.0.0.1; the port goes to --port"
+            )
+        if not self.served_model_name.isprintable():
+            raise UsageError(f"served_model_name={self.served_model_name!r}; allowed: printable characters")
         if not self.is_local and not self.api_key_file and not self.insecure:
             raise UsageError(
                 f"host={self.host!r} without keys lets everyone on the network in; allowed: --api-key-file FILE, "
                 "--host 127.0.0.1, or --insecure"
             )
-
-    @property
-    def max_stored_bytes(self) -> int:
-        """What the files of one key may take on the disk together."""
-        return FILES_PER_KEY * self.max_file_bytes
 
     @property
     def is_local(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter
@@ -26,19 +26,6 @@ MAX_SHARES = 4  # all callers together may have this many times `max_queued_requ
 ENGINE_STOP_SECONDS = 10.0  # that a step under way may take to end
 log = logging.getLogger("slipstream.server")
 State = Literal["loading", "ready", "draining", "ended"]
-
-
-class BackgroundWork(Protocol):
-    """Requests that the server makes itself, behind those of its callers."""
-
-    def start(self) -> None:
-        """The models are loaded."""
-
-    def stop(self, *, orderly: bool) -> None:
-        """Make no more requests. orderly: the server ends on request, and not because the engine failed."""
-
-    def close(self) -> None:
-        """Give back files and locks."""
 
 
 class Admission:
@@ -89,7 +76,6 @@ class Service:
     """Takes requests in and hands them to the engine. Used on the event loop alone.
 
     on_ready: called once the models are loaded; on_end: called when the engine has ended, with its error if it had one.
-    background: work to begin once the server is ready.
     """
 
     def __init__(
@@ -104,13 +90,11 @@ class Service:
         self.engine_status, self.totals = EngineStatus(), StepTotals(self._counted)
         self.live: set[LiveRequest] = set()
         self.engine: EngineThread | None = None
-        self.background: BackgroundWork | None = None
         self.admission = Admission(settings, self.metrics)
         self._on_ready, self._on_end = on_ready, on_end
         self._unknown_fields: set[str] = set()  # those that the log has named
         self._preparing: set[LiveRequest] = set()  # those whose prompts are being rendered
         self._submitted: set[LiveRequest] = set()  # those that the engine knows
-        self._background_requests: set[LiveRequest] = set()
         self._timers: dict[LiveRequest, list[asyncio.TimerHandle]] = {}
         self._pools: tuple[TextPool, TextPool] | None = None  # quick and slow work
         self._idle = asyncio.Event()
@@ -134,14 +118,11 @@ class Service:
         self.metrics.describe(self.facts.name, decoder)
         if self.state == "loading":
             self.state = "ready"
-            if self.background is not None:
-                self.background.start()
         self._on_ready(self)
 
     def _ended(self, error: BaseException | None) -> None:
         self.state = "ended"
-        self._stop_background(orderly=error is None)
-        for live in self.live | self._background_requests:
+        for live in self.live.copy():
             live.fail(ApiError(500, "the engine has stopped"))
         self._on_end(error)
 
@@ -181,7 +162,9 @@ class Service:
         """A new request, counted before any work is done for it; refused where too many of its caller's wait."""
         self.check_ready()
         self.admission.check_room(caller or owner)
-        live = self._live(endpoint, owner, salt, caller=caller or owner)
+        group = "" if self.settings.share_learning else owner
+        group = group if salt is None else f"{group}\n{salt}"
+        live = LiveRequest(endpoint, owner, group, caller=caller or owner, observer=self._on_event)
         self.admission.enter(live)
         self.live.add(live)
         self._idle.clear()
@@ -194,21 +177,6 @@ class Service:
             loop.call_later(self.settings.request_timeout, self._fail, live, too_long),
         ]
         return live
-
-    def enter_background(self, endpoint: str, owner: str, id: str, salt: str | None) -> LiveRequest:
-        """A request that nobody waits for: it counts for no limit and is decoded behind all others."""
-        self.check_ready()
-        live = self._live(endpoint, owner, salt, caller=owner, background=True)
-        live.id = id
-        self._background_requests.add(live)
-        return live
-
-    def _live(
-        self, endpoint: str, owner: str, salt: str | None, *, caller: str, background: bool = False
-    ) -> LiveRequest:
-        group = "" if self.settings.share_learning else owner
-        group = group if salt is None else f"{group}\n{salt}"
-        return LiveRequest(endpoint, owner, group, background=background, caller=caller, observer=self._on_event)
 
     async def prepare(self, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
         """Render the prompts and make the rows, in a thread beside the engine; nothing is queued yet."""
@@ -227,10 +195,7 @@ class Service:
         """Queue the rows of a request; refused where too many prompt tokens of its caller's wait."""
         if live.error is not None:  # it timed out while its prompts were rendered
             raise live.error
-        if live.background:
-            self.check_ready()
-        else:
-            self.admission.add_tokens(live, sum(job.row.prompt_length for job in jobs))
+        self.admission.add_tokens(live, sum(job.row.prompt_length for job in jobs))
         self._preparing.discard(live)
         live.jobs = jobs
         self._submitted.add(live)
@@ -253,10 +218,6 @@ class Service:
         self.metrics.event(live, event)
         self.engine_status.event(live, event)
 
-    def _stop_background(self, *, orderly: bool) -> None:
-        if self.background is not None:
-            self.background.stop(orderly=orderly)
-
     def _end_rows(self, live: LiveRequest) -> None:
         """Cancel a request's unfinished rows before their next round."""
         self._preparing.discard(live)
@@ -266,7 +227,7 @@ class Service:
         for job in unfinished:
             assert self.engine is not None
             self.engine.cancel(job)
-        if unfinished and not live.background:
+        if unfinished:
             self.metrics.add("slipstream:cancelled", label="queued" if was_waiting else "running")
 
     def release(self, live: LiveRequest) -> None:
@@ -274,7 +235,6 @@ class Service:
         for timer in self._timers.pop(live, []):
             timer.cancel()
         self._end_rows(live)
-        self._background_requests.discard(live)
         self.live.discard(live)
         if not self.live:
             self._idle.set()
@@ -283,7 +243,6 @@ class Service:
         """Refuse new requests and wait for those under way; after the timeout, the rest ends with an error."""
         if self.state in ("loading", "ready"):
             self.state = "draining"
-        self._stop_background(orderly=True)
         try:
             await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout)
         except TimeoutError:
@@ -302,5 +261,3 @@ class Service:
             self.engine.join(patience_seconds)
         for pool in self._pools or ():
             pool.close()
-        if self.background is not None:
-            self.background.close()

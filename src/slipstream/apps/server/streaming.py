@@ -72,7 +72,7 @@ class AnswerStream(Response):
         gone = asyncio.ensure_future(until_disconnected(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            self._last_event = loop.time()
+            self._last_sent = loop.time()
             self._timer = loop.call_later(answers.SILENCE_SECONDS, self._end_silence)
             self._live.subscriber = self._on_events
             self._live.notify()  # of events that came before the start
@@ -94,7 +94,6 @@ class AnswerStream(Response):
 
     def _on_events(self) -> Callable[[], None] | None:
         """Read new events; returns a function that writes them. If a task waits for a slow client, it does both."""
-        self._last_event = self._loop.time()
         if self._slow_send is None and not self._all_sent and (data := self._take()):
             return partial(self._write, data)
         return None
@@ -135,6 +134,7 @@ class AnswerStream(Response):
         return self._live.has_unread and not self._all_sent
 
     def _sent(self, data: bytes) -> Awaitable[None]:
+        self._last_sent = self._loop.time()
         message = {"type": "http.response.body", "body": data, "more_body": not self._all_sent}
         return self._send(message)
 
@@ -164,10 +164,10 @@ class AnswerStream(Response):
         return b"".join([*events, DONE] if self._all_sent else events)
 
     def _end_silence(self) -> None:
-        """Send a comment after a long silence. The stream has one timer, restarted for the time that remains."""
-        remaining = self._last_event + answers.SILENCE_SECONDS - self._loop.time()
+        """Send a comment if nothing was sent for long: events of withheld text send nothing. Restarts its timer."""
+        remaining = self._last_sent + answers.SILENCE_SECONDS - self._loop.time()
         if remaining <= 0:
-            remaining, self._last_event = answers.SILENCE_SECONDS, self._loop.time()
+            remaining = answers.SILENCE_SECONDS
             if self._slow_send is None and not self._all_sent:
                 self._write(KEEP_ALIVE)
         self._timer = self._loop.call_later(remaining, self._end_silence)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -17,9 +16,6 @@ from slipstream.tokenization.tokenizer import Tokenizer
 
 T = TypeVar("T")
 THREADS = 2
-MAX_THREADS = 8  # if calls keep the others for long
-PATIENCE = 5.0  # seconds that a call waits before another thread is started
-log = logging.getLogger("slipstream.server")
 
 
 @dataclass(eq=False)
@@ -33,18 +29,16 @@ class _Call:
 class TextPool:
     """Runs a few calls at a time; callers of the others take turns, and no call waits for the engine.
 
-    A call that does not return keeps its thread: another thread is started in its place, and the process can end
-    without waiting for it.
+    The process can end without waiting for a call.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)  # copied for every thread, used by none
         self._changed = threading.Condition()
         self._queues: OrderedDict[str, deque[_Call]] = OrderedDict()
-        self._threads = self._idle = 0
         self._closed = False
         for _ in range(THREADS):
-            self._start_thread()
+            threading.Thread(target=self._work, name="slipstream-text", daemon=True).start()
 
     async def run(self, function: Callable[[Tokenizer | None], T], caller: str = "") -> T:
         """Call a function with a thread's tokenizer. caller: callers take turns."""
@@ -53,12 +47,10 @@ class TextPool:
         with self._changed:
             self._queues.setdefault(caller, deque()).append(call)
             self._changed.notify()
-        relief = loop.call_later(PATIENCE, self._start_relief, call)
         try:
             result: T = await call.result
             return result
         finally:
-            relief.cancel()
             with self._changed:
                 if call in self._queues.get(caller, ()):  # the caller gave up before the call's turn
                     self._remove(caller, call)
@@ -75,18 +67,6 @@ class TextPool:
             self._closed = True
             self._changed.notify_all()
 
-    def _start_thread(self) -> None:
-        self._threads += 1
-        threading.Thread(target=self._work, name="slipstream-text", daemon=True).start()
-
-    def _start_relief(self, call: _Call) -> None:
-        """A call has waited long: start one more thread if all are busy."""
-        with self._changed:
-            waits = any(call in queue for queue in self._queues.values())
-            if waits and not self._idle and self._threads < MAX_THREADS:
-                log.warning("texts have waited for %g s: one more thread", PATIENCE)
-                self._start_thread()
-
     def _work(self) -> None:
         with self._changed:  # copies are made one at a time
             tokenizer = copy.deepcopy(self._tokenizer)
@@ -101,10 +81,8 @@ class TextPool:
 
     def _next(self) -> _Call | None:
         with self._changed:
-            self._idle += 1
             while not (self._queues or self._closed):
                 self._changed.wait()
-            self._idle -= 1
             if self._closed:
                 return None
             caller, queue = next(iter(self._queues.items()))

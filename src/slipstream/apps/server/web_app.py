@@ -6,16 +6,13 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
-from pathlib import Path
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
-from slipstream.apps.server import batch_routes, engine_routes, openai_routes
-from slipstream.apps.server.access import Access, ApiKeys
-from slipstream.apps.server.batch_runner import BatchRunner
-from slipstream.apps.server.batch_store import BatchStore
+from slipstream.apps.server import engine_routes, openai_routes
+from slipstream.apps.server.access import Access, KeyFile
 from slipstream.apps.server.error_objects import ApiError, add_handlers
 from slipstream.apps.server.openai_routes import answer, service_of
 from slipstream.apps.server.schemas import REFUSALS, ChatCompletion, ChatFields, Completion, CompletionFields, streamed
@@ -77,23 +74,20 @@ def _page_answer(http: Request, name: str) -> Response:
 
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-ROUTERS = (openai_routes.router, engine_routes.router, router, batch_routes.router)
+ROUTERS = (openai_routes.router, engine_routes.router, router)
 Load = Callable[[], SpeculativeDecoder]
 
 
 def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Service]) -> FastAPI:
     """The application. load: makes the decoder, in the engine's thread; make_service: called on the event loop.
 
-    UsageError if the file of keys or the batch folder cannot be used.
+    UsageError if the file of keys cannot be used.
     """
-    keys, folder = ApiKeys.read(settings.api_key_file), settings.batch_folder
-    store = BatchStore(Path(folder).expanduser(), settings.max_stored_bytes) if folder else None
+    keys = KeyFile(settings.api_key_file)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service = app.state.service = make_service()
-        batches = app.state.batches = None if store is None else BatchRunner(service, store)
-        service.background = batches
         service.start(load)
         yield
         service.close()

@@ -36,6 +36,14 @@ function announce(text) {
 	while ($("live").children.length > 5) $("live").firstChild.remove();
 }
 
+// Change the page; if the element that has a keyboard user's focus vanishes by it, `next` gets the focus.
+function keepingFocus(next, change) {
+	const focused = document.activeElement;
+	const byKeyboard = focused.matches(":focus-visible");
+	change();
+	if (byKeyboard && (focused.disabled || !focused.isConnected || focused.closest("[hidden]"))) $(next).focus();
+}
+
 // Sentences reach screen readers when they are finished, tokens never.
 function sentences() {
 	let open = "";
@@ -457,7 +465,8 @@ function receiptNode(message) {
 		"a seed repeats its text": receipt.reproducible ? "yes" : "not promised",
 	};
 	const replayPlainly = async ({ currentTarget }) => {
-		currentTarget.disabled = true;
+		if (currentTarget.ariaDisabled) return;
+		currentTarget.ariaDisabled = "true"; // a disabled button would lose the focus
 		result.replaceChildren("Replaying without drafts ...");
 		try {
 			const outcome = await (await call("v1/slipstream/replay", { request, token_ids: receipt.token_ids, seed: request.seed })).json();
@@ -469,7 +478,7 @@ function receiptNode(message) {
 		} catch (error) {
 			result.replaceChildren(h("p.problem", error.message));
 		}
-		currentTarget.disabled = false;
+		currentTarget.ariaDisabled = null;
 	};
 	const keep = () => download(`receipt-${receipt.fingerprint}-${request.seed}.json`, {
 		receipt, request, text: message.text, replay: message.replay ?? null,
@@ -555,8 +564,10 @@ function openChat(saved) {
 }
 
 function showChat() {
-	$("messages").replaceChildren(...chat.messages.map((message) => messageNode(message)));
-	$("hello").hidden = chat.messages.length > 0;
+	keepingFocus("ask", () => {
+		$("messages").replaceChildren(...chat.messages.map((message) => messageNode(message)));
+		$("hello").hidden = chat.messages.length > 0;
+	});
 }
 
 const history = (until = chat.messages.length) => chat.messages.slice(0, until).filter((message) => message.text)
@@ -644,8 +655,10 @@ function asMarkdown(message) {
 
 function setBusy(controller) {
 	running = controller;
-	$("stop").hidden = !controller;
-	$("send").disabled = Boolean(controller);
+	keepingFocus("ask", () => {
+		$("stop").hidden = !controller;
+		$("send").disabled = Boolean(controller);
+	});
 }
 
 function ask(text) {
@@ -687,6 +700,7 @@ async function respond() {
 	shown.grow(answer.end());
 	speak("", true);
 	shown.finish();
+	if (!message.problem) announce({ stopped: "Stopped by you.", length: "Cut at max tokens." }[message.finish] ?? "End of the answer.");
 	setBusy(null);
 	save(own);
 }
@@ -800,9 +814,11 @@ function verdict([plain, quick], request) {
 
 async function race(work) {
 	racing = new AbortController();
-	$("race-stop").hidden = false;
-	$("race-go").disabled = true;
-	$("race-again").hidden = true;
+	keepingFocus("race-ask", () => {
+		$("race-stop").hidden = false;
+		$("race-go").disabled = true;
+		$("race-again").hidden = true;
+	});
 	$("verdict").replaceChildren();
 	try {
 		await work(racing.signal);
@@ -811,7 +827,7 @@ async function race(work) {
 	}
 	$("race-status").textContent = racing.signal.aborted ? "stopped" : "";
 	racing.abort(); // ends the other run if one has failed
-	$("race-stop").hidden = true;
+	keepingFocus("race-ask", () => { $("race-stop").hidden = true; });
 	$("race-go").disabled = false;
 	$("race-again").hidden = !recorded;
 	racing = null;
@@ -956,7 +972,7 @@ async function look() {
 async function changed(state) {
 	if (served === "down" && state === "up") announce("The server is back.");
 	served = state;
-	$("lost").hidden = state !== "down";
+	keepingFocus("ask", () => { $("lost").hidden = state !== "down"; });
 	$("served").classList.toggle("down", state === "down");
 	delete $("served").dataset.up;
 	if (state === "up") await greet();
@@ -1014,6 +1030,7 @@ function sendsOnEnter(area, form) {
 }
 
 function start() {
+	$("unloaded").remove();
 	setTheme(readStore("slipstream.theme", "system"));
 	on("theme", "click", () => setTheme({ system: "light", light: "dark" }[document.documentElement.dataset.theme] ?? "system"));
 	const kept = readStore("slipstream.settings", {});
