@@ -17,7 +17,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation, localcontext
 from pathlib import Path
 from typing import Any
@@ -253,7 +253,7 @@ class Findings:
 
 
 def drawn(matcher: Any, rng: random.Random, longest: int = 2000) -> str | None:
-    """A text drawn among the allowed bytes, biased towards its end; None if it is not over after `longest`, or too costly."""
+    """A text drawn among the allowed bytes, biased towards its end; None if it becomes too long or too costly."""
     matcher, text = matcher.deep_copy(), bytearray()
     while len(text) < longest:
         mask = matcher.compute_bitmask()
@@ -405,7 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     findings = check(range(options.seed, options.seed + options.schemas), options.texts)
     print(findings)
     if options.json:
-        options.json.write_text(json.dumps(asdict(findings), indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(vars(findings), indent=2) + "\n", encoding="utf-8")
     return 0 if not findings.wrong and findings.control_wrong else 1
 
 

@@ -22,6 +22,7 @@ VALUES = {"enum", "const"}
 SIZES = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 EXACT = 1 << 53  # llguidance reads numbers as floats, in which whole numbers are exact up to here
 LARGEST = (1 << 63) - 1024  # the largest float that fits llguidance's 64-bit whole numbers
+REFERENCES = 8  # that are followed one after the other, as they may form a circle
 DIGITS, DECIMALS = 15, 22  # a float read from text is exact up to so many digits, so many of them after the point
 
 DATE_TIME = {
@@ -32,20 +33,27 @@ DATE_TIME = {
     "time": r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])",
 }
 DATE = "(?:{year}-{month_and_day}|{leap_year}-02-29)".format_map(DATE_TIME)
+DAYS = "(?:[0-9]{1,6}Y(?:[0-9]{1,6}M(?:[0-9]{1,8}D)?)?|[0-9]{1,6}M(?:[0-9]{1,8}D)?|[0-9]{1,8}D)"
+HOURS = "(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}S)?|[0-9]{1,9}S)"
 BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 POINTER = "(?:/(?:[^~/]|~[01])*)*"
-LITERAL = r"(?:[^\\()\[\]{}*+?|^$.\x00-\x1f]|\\[dDwWsS.\\()\[\]{}*+?|^$/]|\.|\[\^?[A-Za-z0-9_ ,:;]+\])(?:[*+?]|\{[0-9]{1,2}\})?"
+LITERAL = (
+    r"(?:[^\\()\[\]{}*+?|^$.\x00-\x1f]|\\[dDwWsS.\\()\[\]{}*+?|^$/]|\.|\[\^?[A-Za-z0-9_ ,:;]+\])"
+    r"(?:[*+?]|\{[0-9]{1,2}\})?"
+)
 PATTERN_OF_FORMAT = {
     "date": DATE,
+    "duration": f"P(?:{DAYS}(?:T{HOURS})?|T{HOURS}|[0-9]{{1,8}}W)",  # numbers that fit Python's timedelta
     "time": DATE_TIME["time"],
     "date-time": f"{DATE}T{DATE_TIME['time']}",
     "json-pointer": POINTER,
-    "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,5}})(?:#|{POINTER})",
+    "relative-json-pointer": f"[0-9](?:#|{POINTER})",
     "regex": rf"\^?(?:{LITERAL}|\((?:\?:)?(?:{LITERAL})+(?:\|(?:{LITERAL})+)*\))*\$?",
     "byte": "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?",
     "base64url": "(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-][AQgw]==|[A-Za-z0-9_-]{2}[AEIMQUYcgkosw048]=)?",
     "ipv4interface": rf"(?:{BYTE}\.){{3}}{BYTE}/(?:[12]?[0-9]|3[0-2])",
     "ipv4network": rf"(?:{BYTE}\.){{3}}{BYTE}/32|(?:{BYTE}\.){{3}}0/24|(?:{BYTE}\.){{2}}0\.0/16|{BYTE}\.0\.0\.0/8",
+    "uuid": "[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}",
     **{
         f"uuid{version}": f"[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}"
         for version in range(1, 9)
@@ -62,7 +70,7 @@ NARROWER_FORMAT = {
     "base64": "byte",
     "guid": "uuid",
 }
-ENFORCED_FORMATS = {"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # by llguidance
+ENFORCED_FORMATS = {"email", "hostname", "ipv4", "ipv6", "uri"}  # by llguidance
 RANGE_OF_FORMAT = {
     **{f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
@@ -84,7 +92,7 @@ EXCLUDES_NOTHING: dict[str, list[Any]] = {
 
 def enforceable(schema: Any) -> Any:
     """A schema that llguidance enforces and that allows no text which the given one excludes. UsageError otherwise."""
-    rewritten = _rewritten(schema)
+    rewritten = _rewritten(schema, schema)
     steps = [part["multipleOf"] for part in schemas_in(rewritten) if "multipleOf" in part]
     _check_common_multiple(steps)
     return rewritten
@@ -106,9 +114,9 @@ def schemas_in(schema: Any) -> Iterator[Mapping[str, Any]]:
             yield from schemas_in(value)
 
 
-def _rewritten(schema: Any) -> Any:
+def _rewritten(schema: Any, root: Any) -> Any:
     if isinstance(schema, list):
-        return [_rewritten(part) for part in schema]
+        return [_rewritten(part, root) for part in schema]
     if not isinstance(schema, dict):
         return schema
     result = dict[str, Any]()
@@ -116,20 +124,27 @@ def _rewritten(schema: Any) -> Any:
         if value is None and keyword not in ("const", "type"):  # written by serializers for an absent keyword
             continue
         if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            value = {name: _rewritten(part) for name, part in value.items()}
+            is_pattern = keyword == "patternProperties"
+            value = {rust_pattern(name) if is_pattern else name: _rewritten(part, root) for name, part in value.items()}
         elif keyword in VALUES:
             _check_exact(keyword, value)
+        elif keyword == "pattern" and isinstance(value, str):
+            value = rust_pattern(value)
         elif keyword in SIZES and isinstance(value, float) and value.is_integer():
             value = int(value)
         elif keyword not in ANNOTATIONS:
-            value = _rewritten(value)
+            value = _rewritten(value, root)
         result[keyword] = value
     _drop_what_excludes_nothing(result)
+    if "propertyNames" in result and not (result.get("properties") or result.get("patternProperties")):
+        pattern = _pattern_of_names(result["propertyNames"], root)
+        if pattern is not None:
+            del result["propertyNames"]
+            result["patternProperties"] = {pattern: result.get("additionalProperties", True)}
+            result["additionalProperties"] = False
     _check_property_count(result)
     _rewrite_bounds(result)
     _rewrite_format(result)
-    if isinstance(result.get("pattern"), str):
-        result["pattern"] = rust_pattern(result["pattern"])
     return result
 
 
@@ -148,6 +163,30 @@ def _drop_what_excludes_nothing(schema: dict[str, Any]) -> None:
             schema[keyword] == value and type(schema[keyword]) is type(value) for value in values
         ):
             del schema[keyword]
+
+
+def _pattern_of_names(names: Any, root: Any) -> str | None:
+    """A pattern of the strings that a rewritten schema allows; None if it has other or several keywords."""
+    for _ in range(REFERENCES):
+        reference = names.get("$ref") if isinstance(names, dict) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        names = root
+        for part in reference[2:].split("/"):
+            names = names.get(part) if isinstance(names, dict) else None
+        names = _rewritten(names, root)
+    if not isinstance(names, dict):
+        return None
+    match {key: value for key, value in names.items() if key not in ANNOTATIONS and (key, value) != ("type", "string")}:
+        case {"pattern": str(pattern), **others} if not others:
+            return pattern
+        case {"enum": [*values], **others} if not others and all(isinstance(value, str) for value in values):
+            return f"^(?:{'|'.join(map(re.escape, values))})$"
+        case {"const": str(value), **others} if not others:
+            return f"^{re.escape(value)}$"
+        case lengths if lengths and lengths.keys() <= {"minLength", "maxLength"}:
+            return f"^(?s:.){{{lengths.get('minLength', 0)},{lengths.get('maxLength', '')}}}$"
+    return None
 
 
 def _check_property_count(schema: Mapping[str, Any]) -> None:
@@ -173,22 +212,30 @@ def _rewrite_format(schema: dict[str, Any]) -> None:
     if name in PATTERN_OF_FORMAT and "string" in kinds:
         pattern = f"^(?:{PATTERN_OF_FORMAT[name]})$"
         if "pattern" in schema:
-            schema["allOf"] = [*schema.get("allOf", []), {"pattern": pattern}]
+            _add_condition(schema, {"pattern": pattern})
         else:
             schema["pattern"] = pattern
 
 
+def _add_condition(schema: dict[str, Any], condition: dict[str, Any]) -> None:
+    if isinstance(conditions := schema.get("allOf", []), list):  # else llguidance refuses it
+        schema["allOf"] = [*conditions, condition]
+
+
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema names; all if it names none."""
-    kinds = schema.get("type", ["string", "number", "integer", "object", "array", "boolean", "null"])
-    return {kinds} if isinstance(kinds, str) else set(map(str, kinds))
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return {kinds}
+    every = ("string", "number", "integer", "object", "array", "boolean", "null")
+    return set(map(str, kinds if isinstance(kinds, list) else every))
 
 
 def _rewrite_bounds(schema: dict[str, Any]) -> None:
     """Replace bounds by inclusive ones that llguidance reads exactly; they lie inside the given ones."""
     kinds, bounds = _types(schema), {"minimum": list[int | float](), "maximum": list[int | float]()}
-    if (limits := RANGE_OF_FORMAT.get(str(schema.get("format")))) and kinds & {"integer", "number"}:
-        for (keyword, inclusive), limit in zip(bounds.items(), limits, strict=True):
+    if (range_of_format := RANGE_OF_FORMAT.get(str(schema.get("format")))) and kinds & {"integer", "number"}:
+        for (keyword, inclusive), limit in zip(bounds.items(), range_of_format, strict=True):
             inclusive += _inside(keyword, limit, is_strict=False, is_whole=True)
         if "type" in schema:
             schema["type"] = sorted(kinds - {"number"} | {"integer"})
@@ -207,7 +254,23 @@ def _rewrite_bounds(schema: dict[str, Any]) -> None:
         high = LARGEST
     if high is not None and high <= -(10**17) and low is None:
         low = -LARGEST
-    schema |= {keyword: bound for keyword, bound in (("minimum", low), ("maximum", high)) if bound is not None}
+    limits = {keyword: bound for keyword, bound in (("minimum", low), ("maximum", high)) if bound is not None}
+    if "number" in kinds and (shorter := _shorter_numbers(low, high)):
+        _add_condition(schema, {"anyOf": [limits, {"enum": shorter}]})
+    else:
+        schema |= limits
+
+
+def _shorter_numbers(low: int | float | None, high: int | float | None) -> list[float]:
+    """Numbers within bounds that llguidance does not allow: those whose digits begin a bound far from 0.
+
+    With a maximum of 0.95 it allows 0.90 but not 0.9.
+    """
+    shorter = set[float]()
+    for bound in (low if low is not None and low < 0 else 0, high if high is not None and high > 0 else 0):
+        whole, _, decimals = f"{Decimal(repr(bound)):f}".partition(".")
+        shorter |= {float(f"{whole}.{decimals[:count]}") for count in range(1, len(decimals))}
+    return sorted(number for number in shorter if (low is None or low <= number) and (high is None or number <= high))
 
 
 def _inside(keyword: str, value: Any, *, is_strict: bool, is_whole: bool) -> list[int | float]:
@@ -222,7 +285,7 @@ def _inside(keyword: str, value: Any, *, is_strict: bool, is_whole: bool) -> lis
         if value * side > 0:
             raise UsageError(
                 f"constraint: json_schema: {keyword} {value!s:.40} leaves only numbers of 19 digits and more; allowed: "
-                f"{'at most' if is_low else 'at least -'}{LARGEST}"
+                f"{'at most ' if is_low else 'at least -'}{LARGEST}"
             )
         return [-LARGEST * side]
     exact = Decimal(repr(value))
@@ -249,12 +312,13 @@ def _check_exact(keyword: str, value: Any) -> None:
     """Refuse a constant with a number that llguidance would read as another one."""
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_exact(keyword, part)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not abs(value) <= EXACT or _inside("minimum", value, is_strict=False, is_whole=False) != [value]:
-            raise UsageError(
-                f"constraint: json_schema: {keyword} {value!s:.40} is not exact; allowed: whole numbers from -{EXACT} to "
-                f"{EXACT} (2^53), and fractions of at most {DIGITS} digits, at most {DECIMALS} of them after the point"
-            )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if not abs(value) <= EXACT or _inside("minimum", value, is_strict=False, is_whole=False) != [value]:
+        raise UsageError(
+            f"constraint: json_schema: {keyword} {value!s:.40} is not exact; allowed: whole numbers from -{EXACT} to "
+            f"{EXACT} (2^53), and fractions of at most {DIGITS} digits, at most {DECIMALS} of them after the point"
+        )
 
 
 def _check_common_multiple(steps: Sequence[Any]) -> None:
@@ -272,13 +336,13 @@ def _check_common_multiple(steps: Sequence[Any]) -> None:
 
 def _step_read(step: int | float) -> tuple[int, int]:
     """A value of multipleOf as llguidance reads it: a whole number, and how many of its digits are decimals."""
-    number, exponent = float(step), 0
-    while math.isfinite(number) and number % 1:
+    number, exponent = step, 0
+    while number % 1 and number < 1 << 32:
         number, exponent = number * 10, exponent + 1
     if not number < 1 << 32 or Decimal(int(number)).scaleb(-exponent) != Decimal(repr(step)):
         raise UsageError(
-            f"constraint: json_schema: multipleOf {step} is not exact; allowed: whole numbers below 2^32, and fractions "
-            "that floats multiply by 10 without error, such as 0.01"
+            f"constraint: json_schema: multipleOf {step} is not exact; allowed: whole numbers below 2^32, and "
+            "fractions that floats multiply by 10 without error, such as 0.01"
         )
     return int(number), exponent
 

@@ -141,6 +141,10 @@ def reason(message: str) -> str:
         return TOO_EXPENSIVE
     if message == TIMED_OUT:
         return f"it takes more than {SECONDS} seconds or {MEGABYTES} MB to compile"
+    if keywords := re.search(r"Unimplemented keys: \[(.*)\]", message):
+        return f"{keywords[1].replace(chr(34), '')} cannot be enforced"
+    if "oneOf constraints are not supported" in message:
+        return "the cases of oneOf may overlap"
     if "NoExtension" in message:
         return "no text satisfies it"
     if diagram := re.search(REGEX_ERROR, message):
@@ -150,10 +154,15 @@ def reason(message: str) -> str:
 
 def allowed(message: str, kind: str | None = None) -> str:
     """What is allowed in place of a constraint that llguidance refused with this message."""
-    if "NoExtension" in message:
+    if "NoExtension" in message or "Unsatisfiable" in message:
         return "one that some text satisfies"
-    if re.search(REGEX_ERROR, message):
+    if re.search(REGEX_ERROR, message) or "lookarounds not supported" in message:
         return ALLOWED["regex"]
+    if "oneOf constraints are not supported" in message:
+        return "anyOf, or cases of different types or with a required property that is a different constant in each"
+    if "Unimplemented keys" in message:
+        hints = [hint for keyword, hint in ENFORCEABLE.items() if f'"{keyword}"' in message]
+        return "; ".join([*hints, "schemas without these keywords"][: len(hints) or 1])
     return SIMPLER if kind is None or reason(message) != one_line(message) else ALLOWED[kind]
 
 
@@ -166,6 +175,16 @@ def one_line(message: str) -> str:
 # the expression, a line that points at the place, and what is wrong there
 REGEX_ERROR = r"regex parse error:\n {4}(.*)\n {4}( *)\^+\nerror: (.+)"
 SIMPLER = "a smaller or simpler one"
+ENFORCEABLE = {  # what is allowed of keywords that are refused otherwise
+    "uniqueItems": "uniqueItems false, or arrays of at most one item",
+    "propertyNames": "propertyNames with one of pattern, format, enum, const or lengths, in objects without properties",
+    "contains": "contains with minContains 0 and no maxContains",
+    "if": "if without then and else; anyOf lists the cases",
+    "not": "not with false",
+    "dependentRequired": "dependentRequired {}; anyOf lists the cases",
+    "unevaluatedProperties": "additionalProperties",
+    "unevaluatedItems": "items",
+}
 _AT_MOST = f"allowed: at most {DEEPEST}"
 ALLOWED = {
     "json_schema": "a JSON schema whose keywords llguidance supports",
