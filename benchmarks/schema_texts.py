@@ -315,6 +315,8 @@ def problem(schema: Schema, text: str) -> str | None:
                 return str(error.message)
     except ValueError as error:
         return f"not JSON: {error}"
+    except InvalidOperation:
+        return "too large a number for multipleOf"
     return None
 
 

@@ -38,7 +38,7 @@ HOURS = "(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}
 BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 POINTER = "(?:/(?:[^~/]|~[01])*)*"
 LITERAL = (
-    r"(?:[^\\()\[\]{}*+?|^$.\x00-\x1f]|\\[dDwWsS.\\()\[\]{}*+?|^$/]|\.|\[\^?[A-Za-z0-9_ ,:;]+\])"
+    r"(?:[^\\()\[\]{}*+?|^$.\x00-\x1f]|\\[dDwWsS.\\()\[\]{}*+?|^$/]|\.|\[\^?(?:a-z|A-Z|0-9|[A-Za-z0-9_ ,:;])+\])"
     r"(?:[*+?]|\{[0-9]{1,2}\})?"
 )
 PATTERN_OF_FORMAT = {
@@ -278,7 +278,7 @@ def _inside(keyword: str, value: Any, *, is_strict: bool, is_whole: bool) -> lis
 
     is_strict: the value itself is excluded. is_whole: only whole numbers are bounded.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
         raise UsageError(f"constraint: json_schema: {keyword} {value!s:.40}; allowed: a number")
     is_low, side = keyword.lower().endswith("minimum"), 1 if keyword.lower().endswith("minimum") else -1
     if abs(value) > LARGEST:

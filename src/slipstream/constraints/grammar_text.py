@@ -145,6 +145,8 @@ def reason(message: str) -> str:
         return f"{keywords[1].replace(chr(34), '')} cannot be enforced"
     if "oneOf constraints are not supported" in message:
         return "the cases of oneOf may overlap"
+    if anchor := re.search(r"lookarounds not supported yet; (\w+) in regex /(.*?)/(?: |$)", one_line(message)):
+        return f"{anchor[2]!r}: a boundary of words, or of the text in its midst ({anchor[1]}), cannot be enforced"
     if "NoExtension" in message:
         return "no text satisfies it"
     if diagram := re.search(REGEX_ERROR, message):
