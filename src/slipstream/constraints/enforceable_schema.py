@@ -36,7 +36,12 @@ DATE = "(?:{year}-{month_and_day}|{leap_year}-02-29)".format_map(DATE_TIME)
 DAYS = "(?:[0-9]{1,6}Y(?:[0-9]{1,6}M(?:[0-9]{1,8}D)?)?|[0-9]{1,6}M(?:[0-9]{1,8}D)?|[0-9]{1,8}D)"
 HOURS = "(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}S)?|[0-9]{1,9}S)"
 BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+HEX = "[0-9a-fA-F]"
 POINTER = "(?:/(?:[^~/]|~[01])*)*"
+# without "--" as third and fourth character, which begin another encoding
+LABEL = "[a-zA-Z0-9](?:_{0,2}[a-zA-Z0-9]|_(?:[a-zA-Z0-9]_|-[a-zA-Z0-9])_{0,58}[a-zA-Z0-9])?".replace(
+    "_", "[a-zA-Z0-9-]"
+)
 LITERAL = (
     r"(?:[^\\()\[\]{}*+?|^$.\x00-\x1f]|\\[dDwWsS.\\()\[\]{}*+?|^$/]|\.|\[\^?(?:a-z|A-Z|0-9|[A-Za-z0-9_ ,:;])+\])"
     r"(?:[*+?]|\{[0-9]{1,2}\})?"
@@ -46,6 +51,7 @@ PATTERN_OF_FORMAT = {
     "duration": f"P(?:{DAYS}(?:T{HOURS})?|T{HOURS}|[0-9]{{1,8}}W)",  # numbers that fit Python's timedelta
     "time": DATE_TIME["time"],
     "date-time": f"{DATE}T{DATE_TIME['time']}",
+    "hostname": rf"{LABEL}(?:\.{LABEL})*",
     "json-pointer": POINTER,
     "relative-json-pointer": f"[0-9](?:#|{POINTER})",
     "regex": rf"\^?(?:{LITERAL}|\((?:\?:)?(?:{LITERAL})+(?:\|(?:{LITERAL})+)*\))*\$?",
@@ -53,11 +59,8 @@ PATTERN_OF_FORMAT = {
     "base64url": "(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-][AQgw]==|[A-Za-z0-9_-]{2}[AEIMQUYcgkosw048]=)?",
     "ipv4interface": rf"(?:{BYTE}\.){{3}}{BYTE}/(?:[12]?[0-9]|3[0-2])",
     "ipv4network": rf"(?:{BYTE}\.){{3}}{BYTE}/32|(?:{BYTE}\.){{3}}0/24|(?:{BYTE}\.){{2}}0\.0/16|{BYTE}\.0\.0\.0/8",
-    "uuid": "[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}",
-    **{
-        f"uuid{version}": f"[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}"
-        for version in range(1, 9)
-    },
+    "uuid": f"{HEX}{{8}}-(?:{HEX}{{4}}-){{3}}{HEX}{{12}}",
+    **{f"uuid{n}": f"{HEX}{{8}}-{HEX}{{4}}-{n}{HEX}{{3}}-[89abAB]{HEX}{{3}}-{HEX}{{12}}" for n in range(1, 9)},
 }
 NARROWER_FORMAT = {
     **dict.fromkeys(("iri", "uri-reference", "iri-reference", "uri-template", "url", "multi-host-uri"), "uri"),
@@ -70,7 +73,7 @@ NARROWER_FORMAT = {
     "base64": "byte",
     "guid": "uuid",
 }
-ENFORCED_FORMATS = {"email", "hostname", "ipv4", "ipv6", "uri"}  # by llguidance
+ENFORCED_FORMATS = {"email", "ipv4", "ipv6", "uri"}  # by llguidance
 RANGE_OF_FORMAT = {
     **{f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
@@ -81,12 +84,10 @@ EXCLUDES_NOTHING: dict[str, list[Any]] = {
     "propertyNames": [True, {}, {"type": "string"}],
     "unevaluatedProperties": [True, {}],
     "unevaluatedItems": [True, {}],
-    "contains": [],
     "not": [False],
     "dependentRequired": [{}],
     "dependentSchemas": [{}],
     "dependencies": [{}],
-    "if": [],
 }
 
 
@@ -159,9 +160,10 @@ def _drop_what_excludes_nothing(schema: dict[str, Any]) -> None:
         for keyword in ("if", "then", "else"):
             schema.pop(keyword, None)
     for keyword, values in EXCLUDES_NOTHING.items():
-        if keyword in schema and any(
-            schema[keyword] == value and type(schema[keyword]) is type(value) for value in values
-        ):
+        value = schema.get(keyword)
+        if isinstance(value, dict):
+            value = {key: part for key, part in value.items() if key not in ANNOTATIONS}
+        if value in values:
             del schema[keyword]
 
 
@@ -215,6 +217,8 @@ def _rewrite_format(schema: dict[str, Any]) -> None:
             _add_condition(schema, {"pattern": pattern})
         else:
             schema["pattern"] = pattern
+        if name == "hostname":
+            _add_condition(schema, {"maxLength": 253})
 
 
 def _add_condition(schema: dict[str, Any], condition: dict[str, Any]) -> None:

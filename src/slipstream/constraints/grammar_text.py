@@ -25,6 +25,7 @@ TIMED_OUT = "ended while it was compiled"
 TOO_EXPENSIVE = "its expressions take too much computation"
 SHOWN = 240  # characters of llguidance's reason
 DEEPEST = 1000  # llguidance reads grammars recursively; on a stack of 8 MiB it fails beyond 1,500 or more
+DEEPEST_JSON = 120  # llguidance reads JSON of at most 128 levels, a few of which hold the schema
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 REFERENCE = re.compile(r'"\$(?:dynamic|recursive)?[Rr]ef": ?("(?:[^"\\]|\\.)*")')
 ESCAPES = '"\\bfnrt'  # all but \u, by which a key could be written in a second way
@@ -75,6 +76,8 @@ def load_llguidance() -> Any:
 
 def json_grammar(schema: str, whitespace: str) -> str:
     """The grammar of a JSON schema, given as `json.dumps` writes it. whitespace: between the parts, in WHITESPACE."""
+    if nesting(schema) > DEEPEST_JSON:
+        raise UsageError(f"constraint: json_schema is nested {nesting(schema)} deep; allowed: at most {DEEPEST_JSON}")
     depth = nesting(schema) * (1 + len(set(REFERENCE.findall(schema))))
     if depth > DEEPEST:
         raise UsageError(f"constraint: json_schema is nested up to {depth} deep by its references; {_AT_MOST}")
