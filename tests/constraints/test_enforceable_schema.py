@@ -33,16 +33,16 @@ def allows(schema: dict[str, Any], text: str) -> bool:
 
 
 def test_texts_of_random_schemas_satisfy_them(schema_texts: Any) -> None:
-    findings = schema_texts.check(range(120), 2)
-    assert findings.wrong == [] and findings.texts > 100 and findings.numbers > 500
-    assert findings.control_wrong > 50
+    findings = schema_texts.check(range(60), 2)
+    assert findings.wrong == [] and findings.texts > 60 and findings.numbers > 300
+    assert findings.control_wrong > 30
 
 
 def test_the_check_notices_what_llguidance_itself_does_not_enforce(
     schema_texts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_text, "enforceable", lambda schema: schema)
-    assert len(schema_texts.check(range(120), 2).wrong) > 5
+    assert len(schema_texts.check(range(60), 2).wrong) > 2
 
 
 ZERO = {"type": "number", "exclusiveMinimum": 0}

@@ -64,9 +64,9 @@ PATTERN_OF_FORMAT = {
 }
 NARROWER_FORMAT = {
     **dict.fromkeys(("iri", "uri-reference", "iri-reference", "uri-template", "url", "multi-host-uri"), "uri"),
-    **dict.fromkeys(("ipvanyaddress", "ip"), "ipv4"),
     **dict.fromkeys(("ipvanyinterface", "cidrv4"), "ipv4interface"),
     **dict.fromkeys(("ipv6network", "ipv6interface"), "ipv6"),
+    "ipvanyaddress": "ipv4",
     "idn-email": "email",
     "idn-hostname": "hostname",
     "ipvanynetwork": "ipv4network",
