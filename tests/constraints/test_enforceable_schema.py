@@ -105,7 +105,7 @@ NOTHING: list[dict[str, Any]] = [
     {"type": "object", "propertyNames": True},
     {"type": "array", "uniqueItems": False},
     {"type": "array", "uniqueItems": True, "maxItems": 1},
-    {"type": "array", "contains": {"type": "null"}, "minContains": 0},
+    {"type": "object", "x-range": {"minimum": "low", "propertyNames": 5}},
     {"type": "array", "minContains": 2},
     {"type": "object", "required": None, "properties": {"a": {"minimum": None}}},
     {"type": "object", "unevaluatedProperties": True, "dependentRequired": {}, "if": {"required": ["a"]}},
@@ -141,6 +141,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems cannot be enforced; allowed: uniqueItems false"),
     (
         {"type": "object", "propertyNames": {"pattern": "a"}, "properties": {"a": {}}},
+        "propertyNames cannot be enforced",
+    ),
+    (
+        {"$defs": {"a": {"propertyNames": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"},
         "propertyNames cannot be enforced",
     ),
     ({"not": {"type": "null"}}, "not cannot be enforced; allowed: not with false"),

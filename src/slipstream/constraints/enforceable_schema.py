@@ -111,7 +111,7 @@ def schemas_in(schema: Any) -> Iterator[Mapping[str, Any]]:
         if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             for part in value.values():
                 yield from schemas_in(part)
-        elif keyword not in VALUES and keyword not in ANNOTATIONS:
+        elif keyword not in VALUES | ANNOTATIONS and not keyword.startswith("x-"):
             yield from schemas_in(value)
 
 
@@ -133,7 +133,7 @@ def _rewritten(schema: Any, root: Any) -> Any:
             value = rust_pattern(value)
         elif keyword in SIZES and isinstance(value, float) and value.is_integer():
             value = int(value)
-        elif keyword not in ANNOTATIONS:
+        elif keyword not in ANNOTATIONS and not keyword.startswith("x-"):
             value = _rewritten(value, root)
         result[keyword] = value
     _drop_what_excludes_nothing(result)
@@ -153,8 +153,8 @@ def _drop_what_excludes_nothing(schema: dict[str, Any]) -> None:
     """Drop keywords that llguidance refuses although they exclude nothing here."""
     if schema.get("uniqueItems") is True and schema.get("maxItems") in (0, 1):
         del schema["uniqueItems"]
-    if "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema):
-        for keyword in ("contains", "minContains", "maxContains"):
+    if "contains" not in schema:
+        for keyword in ("minContains", "maxContains"):
             schema.pop(keyword, None)
     if "if" not in schema or not ("then" in schema or "else" in schema):
         for keyword in ("if", "then", "else"):
@@ -176,7 +176,7 @@ def _pattern_of_names(names: Any, root: Any) -> str | None:
         names = root
         for part in reference[2:].split("/"):
             names = names.get(part) if isinstance(names, dict) else None
-        names = _rewritten(names, root)
+        names = _rewritten(names, root=None)  # names of properties in it, which may refer back, do not matter here
     if not isinstance(names, dict):
         return None
     match {key: value for key, value in names.items() if key not in ANNOTATIONS and (key, value) != ("type", "string")}:

@@ -183,7 +183,7 @@ SIMPLER = "a smaller or simpler one"
 ENFORCEABLE = {  # what is allowed of keywords that are refused otherwise
     "uniqueItems": "uniqueItems false, or arrays of at most one item",
     "propertyNames": "propertyNames with one of pattern, format, enum, const or lengths, in objects without properties",
-    "contains": "contains with minContains 0 and no maxContains",
+    "contains": "items, for all items",
     "if": "if without then and else; anyOf lists the cases",
     "not": "not with false",
     "dependentRequired": "dependentRequired {}; anyOf lists the cases",
