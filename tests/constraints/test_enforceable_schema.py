@@ -59,6 +59,7 @@ NUMBERS: list[tuple[dict[str, Any], str, str]] = [  # a schema, numbers that it 
     ({"type": "number", "maximum": 1e308}, "1 -7.5 123456789012345678", ""),
     ({"type": "integer", "maximum": 2**63 - 1, "minimum": -(2**63)}, "0 9007199254740993", "9223372036854775808"),
     ({"type": "integer", "minimum": 2**53 + 1}, "9007199254740994", "9007199254740992"),
+    ({"type": "number", "maximum": 1.00000000000001e18}, "1000000000000009000", "1000000000000010000"),
     ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "4", "3"),
     ({"type": "integer", "exclusiveMinimum": 2.5, "exclusiveMaximum": 4}, "3", "2 4"),
     ({"type": "integer", "format": "int32"}, "2147483647 -2147483648", "2147483648 -2147483649"),

@@ -291,23 +291,25 @@ def _inside(keyword: str, value: Any, *, is_strict: bool, is_whole: bool) -> lis
                 f"constraint: json_schema: {keyword} {value!s:.40} leaves only numbers of 19 digits and more; allowed: "
                 f"{'at most ' if is_low else 'at least -'}{LARGEST}"
             )
-        return [-LARGEST * side]
+        return [_whole_float(-LARGEST * side, side, 0 if is_whole else 1)]
     exact = Decimal(repr(value))
+    # the fewest digits that identify a large float, which llguidance writes and schemas have, may lie on its outer side
+    steps = 1 if abs(value) > EXACT and not (is_whole and isinstance(value, int)) else 0
     if is_whole:
         whole = math.ceil(exact) if is_low else math.floor(exact)
-        return [_whole_float(whole + side * (is_strict and whole == exact), side)]
+        return [_whole_float(whole + side * (is_strict and whole == exact), side, steps)]
     # the smallest number above 0 has `DECIMALS` digits after the point
     context = Context(DIGITS, ROUND_CEILING if is_low else ROUND_FLOOR, Emin=DIGITS - 1 - DECIMALS)
     number = exact if exact % 1 == 0 and abs(exact) <= EXACT else context.plus(exact)
     if is_strict and number == exact:
         number = context.next_plus(exact) if is_low else context.next_minus(exact)
-    return [_whole_float(int(number), side) if number % 1 == 0 else float(number)]
+    return [_whole_float(int(number), side, steps) if number % 1 == 0 else float(number)]
 
 
-def _whole_float(whole: int, side: int) -> int:
-    """The nearest float to a whole bound, on its inner side. side: 1 for a minimum, -1 for a maximum."""
+def _whole_float(whole: int, side: int, steps: int = 0) -> int:
+    """The float nearest to a whole bound on its inner side, or so many further. side: 1 for a minimum, else -1."""
     number = float(whole)
-    if (whole - int(number)) * side > 0:
+    for _ in range(steps + ((whole - int(number)) * side > 0)):
         number = math.nextafter(number, side * math.inf)
     return max(-LARGEST, min(LARGEST, int(number)))
 
