@@ -31,7 +31,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: foo"}, 'grammar: .*unknown name: "foo".*; allowed'),
     ({"json_schema": {"enum": [5, 2**53 + 1]}}, "json_schema: enum 9007199254740993 is not exact; allowed: .*2.53"),
     ({"json_schema": {"const": [{"a": -(2**60)}]}}, "json_schema: const -1152921504606846976 is not exact"),
-    ({"json_schema": {"items": {"maximum": 2**63 - 1}}}, "json_schema: maximum 9223372036854775807 is not exact"),
     (
         {"json_schema": {"minProperties": 2}},
         "json_schema: minProperties 2 with 0 required names .*; allowed: at most 1",

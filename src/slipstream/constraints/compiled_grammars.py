@@ -1,12 +1,13 @@
-"""Grammars compiled for one model's vocabulary by llguidance, and a row's way through one.
+r"""Grammars compiled for one model's vocabulary by llguidance, and a row's way through one.
 
 A mask is a function of the grammar and the tokens alone, and allows a single token wherever the grammar forces one:
 llguidance picks the tokens into which its tokenizer would cut the forced text.
 
-The rows of a grammar share its lexer, which llguidance builds as it reads texts and which stops for good at a limit. So
-that no row's text depends on what others, or its own drafts, have made of the lexer, a row *fails* where decoding it
-alone and without drafts would, from a lexer of its own: `_OwnLexer`. Rows leave a shared lexer when it has used half of
-what a row may use, before it can have hidden or caused a failure.
+The rows of a grammar share its lexer, which llguidance builds as it reads texts and which stops for good at a limit,
+with `(\w{1,20} ?){1,25}` within ten tokens of random text; no row that shares it has a token left then. So that no
+row's text depends on what others, or its own drafts, have made of the lexer, a row *fails* where decoding it alone and
+without drafts would, from a lexer of its own: `_OwnLexer`. Rows leave a shared lexer when it has used half of what a
+row may use, before it can have hidden or caused a failure.
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ class Constraint:
         if self.whitespace != "compact" and not (kinds[0].startswith("json") or self.schemas):
             raise UsageError(f"constraint: whitespace={self.whitespace!r} with {kinds[0]}; allowed: with JSON alone")
         object.__setattr__(self, "text", self._grammar(kinds[0]))
-        trial = check_grammar(kinds[0], self.text, self.regex or self.text)
+        # the schema as it was given, as the patterns of formats compile fast
+        expression = self.regex if self.json_schema is None else _schema("json_schema", self.json_schema)
+        trial = check_grammar(kinds[0], self.text, expression or self.text)
         object.__setattr__(self, "megabytes", trial.megabytes)
 
     def __repr__(self) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.constraints.enforceable_schema import enforceable, schemas_in
 from slipstream.errors import UsageError
 
 WHITESPACE: dict[str, dict[str, Any]] = {
@@ -24,19 +25,9 @@ TIMED_OUT = "ended while it was compiled"
 TOO_EXPENSIVE = "its expressions take too much computation"
 SHOWN = 240  # characters of llguidance's reason
 DEEPEST = 1000  # llguidance reads grammars recursively; on a stack of 8 MiB it fails beyond 1,500 or more
+DEEPEST_JSON = 120  # llguidance reads JSON of at most 128 levels, a few of which hold the schema
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 REFERENCE = re.compile(r'"\$(?:dynamic|recursive)?[Rr]ef": ?("(?:[^"\\]|\\.)*")')
-# keywords of JSON schemas by what their values hold; what other keywords hold is read as schemas
-NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-ANNOTATIONS = {"default", "examples", "title", "description", "$comment"}
-VALUES = {"enum", "const"}
-BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength"} | {
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "maxProperties",
-}
-EXACT = 1 << 53  # llguidance reads numbers as floats, which are exact up to here
 ESCAPES = '"\\bfnrt'  # all but \u, by which a key could be written in a second way
 
 
@@ -85,63 +76,21 @@ def load_llguidance() -> Any:
 
 def json_grammar(schema: str, whitespace: str) -> str:
     """The grammar of a JSON schema, given as `json.dumps` writes it. whitespace: between the parts, in WHITESPACE."""
+    if nesting(schema) > DEEPEST_JSON:
+        raise UsageError(f"constraint: json_schema is nested {nesting(schema)} deep; allowed: at most {DEEPEST_JSON}")
     depth = nesting(schema) * (1 + len(set(REFERENCE.findall(schema))))
     if depth > DEEPEST:
         raise UsageError(f"constraint: json_schema is nested up to {depth} deep by its references; {_AT_MOST}")
-    check_schema(schema)
-    library, options = load_llguidance(), WHITESPACE[whitespace]
+    library, options, rewritten = load_llguidance(), WHITESPACE[whitespace], enforceable(json.loads(schema))
     # else a declared key could be written in a second way, as a further key; schemas that need \u keep it
-    if "\\u00" not in schema and any(map(_allows_further_keys, _schemas(json.loads(schema)))):
+    if "\\u00" not in schema and any(map(_allows_further_keys, schemas_in(rewritten))):
         options = {**options, "json_allowed_escapes": ESCAPES}
     try:
-        return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+        return str(library.LLMatcher.grammar_from_json_schema(json.dumps(rewritten), overrides=options))
     except ValueError as error:
         raise UsageError(
             f"constraint: json_schema: {one_line(str(error))}; allowed: {ALLOWED['json_schema']}"
         ) from None
-
-
-def check_schema(schema: str) -> None:
-    """Refuse keywords that llguidance accepts but does not enforce: large numbers, and how many keys differ."""
-    for part in _schemas(json.loads(schema)):
-        for keyword in (VALUES | BOUNDS) & part.keys():
-            for number in _values(part[keyword]):
-                if isinstance(number, int | float) and abs(number) > EXACT:
-                    raise UsageError(
-                        f"constraint: json_schema: {keyword} {number!s:.40} is not exact; allowed: numbers from "
-                        f"-{EXACT} to {EXACT} (2^53)"
-                    )
-        least, names = part.get("minProperties"), part.get("required")
-        num_required = len(set(map(str, names))) if isinstance(names, list) else 0
-        if isinstance(least, int) and least > num_required + 1:
-            raise UsageError(
-                f"constraint: json_schema: minProperties {least} with {num_required} required names cannot be ensured, "
-                f"as a key may be written twice; allowed: at most {num_required + 1}, or more names in required"
-            )
-
-
-def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """A schema and all schemas in it."""
-    if isinstance(schema, list):
-        for part in schema:
-            yield from _schemas(part)
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for keyword, value in schema.items():
-        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            for part in value.values():
-                yield from _schemas(part)
-        elif keyword not in VALUES and keyword not in ANNOTATIONS:
-            yield from _schemas(value)
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """A value of JSON and all values in it."""
-    yield value
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for part in parts:
-        yield from _values(part)
 
 
 def _allows_further_keys(schema: Mapping[str, Any]) -> bool:
@@ -195,6 +144,12 @@ def reason(message: str) -> str:
         return TOO_EXPENSIVE
     if message == TIMED_OUT:
         return f"it takes more than {SECONDS} seconds or {MEGABYTES} MB to compile"
+    if keywords := re.search(r"Unimplemented keys: \[(.*)\]", message):
+        return f"{keywords[1].replace(chr(34), '')} cannot be enforced"
+    if "oneOf constraints are not supported" in message:
+        return "the cases of oneOf may overlap"
+    if anchor := re.search(r"lookarounds not supported yet; (\w+) in regex /(.*?)/(?: |$)", one_line(message)):
+        return f"{anchor[2]!r}: a boundary of words, or of the text in its midst ({anchor[1]}), cannot be enforced"
     if "NoExtension" in message:
         return "no text satisfies it"
     if diagram := re.search(REGEX_ERROR, message):
@@ -204,10 +159,15 @@ def reason(message: str) -> str:
 
 def allowed(message: str, kind: str | None = None) -> str:
     """What is allowed in place of a constraint that llguidance refused with this message."""
-    if "NoExtension" in message:
+    if "NoExtension" in message or "Unsatisfiable" in message:
         return "one that some text satisfies"
-    if re.search(REGEX_ERROR, message):
+    if re.search(REGEX_ERROR, message) or "lookarounds not supported" in message:
         return ALLOWED["regex"]
+    if "oneOf constraints are not supported" in message:
+        return "anyOf, or cases of different types or with a required property that is a different constant in each"
+    if "Unimplemented keys" in message:
+        hints = [hint for keyword, hint in ENFORCEABLE.items() if f'"{keyword}"' in message]
+        return "; ".join([*hints, "schemas without these keywords"][: len(hints) or 1])
     return SIMPLER if kind is None or reason(message) != one_line(message) else ALLOWED[kind]
 
 
@@ -220,6 +180,16 @@ def one_line(message: str) -> str:
 # the expression, a line that points at the place, and what is wrong there
 REGEX_ERROR = r"regex parse error:\n {4}(.*)\n {4}( *)\^+\nerror: (.+)"
 SIMPLER = "a smaller or simpler one"
+ENFORCEABLE = {  # what is allowed of keywords that are refused otherwise
+    "uniqueItems": "uniqueItems false, or arrays of at most one item",
+    "propertyNames": "propertyNames with one of pattern, format, enum, const or lengths, in objects without properties",
+    "contains": "items, for all items",
+    "if": "if without then and else; anyOf lists the cases",
+    "not": "not with false",
+    "dependentRequired": "dependentRequired {}; anyOf lists the cases",
+    "unevaluatedProperties": "additionalProperties",
+    "unevaluatedItems": "items",
+}
 _AT_MOST = f"allowed: at most {DEEPEST}"
 ALLOWED = {
     "json_schema": "a JSON schema whose keywords llguidance supports",

@@ -147,8 +147,7 @@ def _start_process() -> subprocess.Popen[str]:
 
 def serve() -> None:
     """Answer one line per grammar until there are no more. Runs in the process that may end at any time."""
-    library, limit = load_llguidance(), _limits()
-    tokenizer = library.LLTokenizer(library.TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=[256])
+    library, limit, tokenizer = load_llguidance(), _limits(), byte_tokenizer()
     for line in sys.stdin:
         limit()
         before = _megabytes()
@@ -175,9 +174,13 @@ def _walked(matcher: Any) -> str:
     return ""
 
 
-class _Bytes:
-    """A vocabulary of the 256 bytes and an end."""
+def byte_tokenizer() -> Any:
+    """llguidance's form of a vocabulary of the 256 bytes and an end, token 256."""
+    library = load_llguidance()
+    return library.LLTokenizer(library.TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=[256])
 
+
+class _Bytes:
     tokens, special_token_ids = [*(bytes([byte]) for byte in range(256)), b"<end>"], [256]
     bos_token_id, eos_token_id = None, 256
 
