@@ -160,7 +160,6 @@ WRITTEN: list[Case] = [
     # empty values, and files that are not what they should be
     ((*GENERATE, "--json", ""), "--json ''; allowed: --json FILE"),
     (("serve", *TOY, "--api-key-file="), "--api-key-file ''; allowed: --api-key-file FILE"),
-    (("chat", "--url", ""), "--url ''; allowed: --url URL"),
     ((*GENERATE, "--json", "loop"), "--json 'loop' cannot be written: "),
     ((*GENERATE, "--config", "deep.json"), "config file 'deep.json' cannot be read: it is nested too deeply"),
     ((*GENERATE, "--config", "digits.json"), "config file 'digits.json' cannot be read: exceeds the limit"),
@@ -175,8 +174,6 @@ WRITTEN: list[Case] = [
     (("serve", "--host", "0.0.0.0"), "0.0.0.0"),
     (("serve", "--port", "70000"), "port=70000; allowed: a whole number from 0 to 65535"),
     (("serve", "--queue-timeout", "0"), "queue_timeout=0.0; allowed: seconds above 0"),
-    (("chat", "--url", "nowhere"), "nowhere"),
-    (("chat", "--url", "http://127.0.0.1:1", "--draft", "x"), "--url leaves decoding to the server"),
 ]
 
 
