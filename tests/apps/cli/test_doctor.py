@@ -36,7 +36,7 @@ def test_doctor_reports_versions_kernels_devices_and_caches(
     assert code == 0 and "passed: the toy model writes the same 8 tokens" in out
     subjects = [fact["subject"] for fact in report["facts"]]
     assert {"slipstream", "python", "packages", "processor", "bfloat16 kernels", "threads", "cache"} <= set(subjects)
-    assert f"torch {TORCH}" in out and "pyarrow, for Parquet files" in out
+    assert f"torch {TORCH}" in out and "peft, for LoRA adapters" in out
     assert out.endswith("No problem found.") == (report["problems"] == 0)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 60.0  # between two progress lines, if there is no terminal for a bar
 
-Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's, or .parquet")]
+Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's")]
 Output = Annotated[
     Path,
     typer.Argument(
@@ -52,7 +52,7 @@ ModelName = Annotated[
     "batch",
     "slipstream batch requests.jsonl answers.jsonl",
     "slipstream batch in.jsonl out.jsonl --max-tokens 100 --raw",
-    "slipstream batch in.parquet out.jsonl --ray auto",
+    "slipstream batch in.jsonl out.jsonl --ray auto",
 )
 @flags(
     Models,

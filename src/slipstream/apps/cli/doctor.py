@@ -31,9 +31,8 @@ SHOWN = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "hugging
 # module, what it is for, the packages to install for it
 OPTIONAL = (
     ("matplotlib", "plots in reports", "matplotlib jinja2"),
-    ("pyarrow", "Parquet files", "pyarrow"),
     ("peft", "LoRA adapters", "peft"),
-    ("ray", "many machines", "'ray[data,serve]' pyarrow"),
+    ("ray", "many machines", "'ray[data,serve]'"),
     ("llama_cpp", "comparison with llama.cpp", "llama-cpp-python"),
 )
 PROMPT, TOKENS = "The heron stands in the shallows", 8  # of the self-test
