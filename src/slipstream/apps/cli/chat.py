@@ -33,6 +33,7 @@ KEYS = f"/help lists the commands, Alt-Enter begins a new line, Ctrl-C stops an 
     "chat",
     "slipstream chat",
     "slipstream chat --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
+    'slipstream chat --system "Be brief." --temperature 0.7',
 )
 @flags(Models, DecoderConfig, SamplingParams, Structure, also=("prediction",), max_tokens=LENGTH)
 def chat_command(
