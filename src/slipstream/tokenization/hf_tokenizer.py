@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from slipstream.errors import UsageError, did_you_mean, one_line
 from slipstream.tokenization import tool_calls
@@ -108,7 +108,7 @@ class HFTokenizer:
 
     def _check_variables(self, form: ChatForm) -> None:
         """Refuse variables that the template does not read, among them those that control transformers itself."""
-        readable = self.template_variables() - OWN
+        readable = self._variables_in(self._template_for(form)) - OWN
         for name in form.variables:
             if name not in readable:
                 allowed = ", ".join(sorted(readable)) or "none, this template reads no others"
@@ -116,16 +116,26 @@ class HFTokenizer:
                     f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}{did_you_mean(name, *readable)}"
                 )
 
-    def _template_sources(self) -> list[str]:
-        templates = self.inner.chat_template
-        return list(templates.values()) if isinstance(templates, dict) else [templates] if templates else []
+    def _template_for(self, form: ChatForm) -> str:
+        """The template that renders this form: of several, the one that is named tool_use or default."""
+        try:
+            return str(self.inner.get_chat_template(tools=list(form.tools) or None))
+        except ValueError as error:
+            raise UsageError(f"the chat template cannot be used: {one_line(error)}") from error
+
+    def _templates(self) -> set[str]:
+        """The templates that requests can reach, with tools or without."""
+        forms = (PLAIN_CHAT, ChatForm(tools=[{}])) if self.has_chat_template else ()
+        return {self._template_for(form) for form in forms}
+
+    def _variables_in(self, template: str) -> frozenset[str]:
+        return _names_of(template)[0] - set(self.inner.special_tokens_map)
 
     def template_variables(self) -> frozenset[str]:
-        names = frozenset[str]().union(*(_names_of(source)[0] for source in self._template_sources()))
-        return names - set(self.inner.special_tokens_map) - {"raise_exception", "strftime_now"}
+        return frozenset[str]().union(*map(self._variables_in, self._templates()))
 
     def template_fields(self) -> frozenset[str]:
-        return frozenset[str]().union(*(_names_of(source)[1] for source in self._template_sources()))
+        return frozenset[str]().union(*(_names_of(template)[1] for template in self._templates()))
 
     def special_ids(self) -> frozenset[int]:
         added, unknown = self.inner.added_tokens_decoder, self.inner.unk_token_id
@@ -142,7 +152,7 @@ class HFTokenizer:
         parts = (
             type(self.inner).__name__,
             rules,
-            self._template_sources(),
+            [self.inner.chat_template] if self.inner.chat_template else [],
             getattr(self.inner, "response_template", None),
             sorted((name, str(token)) for name, token in self.inner.special_tokens_map.items()),
             [getattr(self.inner, name, None) for name in ("add_bos_token", "add_eos_token")],
@@ -192,12 +202,13 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
 def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
     """The variables of a chat template, and all names that may be those of a message's fields."""
     try:
-        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        environment = _compile_jinja_template(template).environment  # the one that renders it, with all its extensions
+        parsed = environment.parse(template)
     except TemplateError as error:
         raise UsageError(f"the chat template cannot be read: {one_line(error)}") from error
     attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
     texts = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
-    return frozenset(meta.find_undeclared_variables(parsed)), frozenset(attributes | texts)
+    return frozenset(meta.find_undeclared_variables(parsed)) - environment.globals.keys(), frozenset(attributes | texts)
 
 
 def _backend_alone_decodes(kind: Any) -> bool:
