@@ -23,7 +23,7 @@ from slipstream.jobs.line_formats import (
     refusal_of,
 )
 from slipstream.jobs.request_pool import RequestPool, Work
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.params import SamplingParams, params_from
 from slipstream.wiring.run_order import first_row, ordered
 
 MAX_REPORTED_ERRORS = 20  # the error file has them all
@@ -235,7 +235,9 @@ def run_batch(
 ) -> JobReport:
     """Run a job with an open decoder: what `SpeculativeDecoder.batch` does."""
     names = ["errors", *(f.name for f in fields(JobOptions) if f.name != "params")]
-    check_known("unknown option", options, names)
-    job_options = {name: value for name, value in options.items() if name != "errors"}
+    check_known("unknown option", options, [*names, *(f.name for f in fields(SamplingParams))])
+    sampling: Any = {name: value for name, value in options.items() if name not in names}
+    job_options = {name: value for name, value in options.items() if name in names[1:]}
+    params = params_from(params, sampling) or SamplingParams()
     files = JobFiles.of(source, output, options.get("errors"))
-    return BatchJob(decoder, files, JobOptions(params=params or SamplingParams(), **job_options)).run()
+    return BatchJob(decoder, files, JobOptions(params=params, **job_options)).run()

@@ -150,10 +150,10 @@ class JobFiles:
         if isinstance(source, Mapping | bytes | bytearray) or not isinstance(source, Path | Iterable):
             raise UsageError(f"source={source!r:.80}; allowed: the name of a file, or a list of dictionaries")
         path = _path("output", output)
-        for file in (source, path):
-            if isinstance(file, str | Path) and Path(file).suffix.lower() == ".parquet":
+        for parquet in (source, path):
+            if isinstance(parquet, str | Path) and Path(parquet).suffix.lower() == ".parquet":
                 raise UsageError(
-                    f"{str(file)!r} is a Parquet file; allowed: JSON lines, or in Python a list of dictionaries"
+                    f"{str(parquet)!r} is a Parquet file; allowed: JSON lines, or in Python a list of dictionaries"
                 )
         refusals = path.with_name(f"{path.stem}.errors.jsonl") if errors is None else _path("errors", errors)
         others = {"the input": Path(source)} if isinstance(source, str | Path) else {}
@@ -162,7 +162,7 @@ class JobFiles:
             others[name] = file
         if isinstance(source, str | Path) and not (file := Path(source)).is_file():
             why = "it is not an ordinary file" if file.exists() else "no such file"
-            why = "it is a folder" if file.is_dir() else why
+            why = "it is a folder" if file.is_dir() else "standard input is not read" if str(file) == "-" else why
             raise UsageError(f"{str(source)!r} cannot be read: {why}; allowed: a file with one request per line")
         lines = lines_of(source)
         if isinstance(source, str | Path) and next(iter(lines), None) is None:

@@ -13,6 +13,7 @@ from slipstream import SamplingParams, SpeculativeDecoder, __version__
 from slipstream.apps import cli
 from slipstream.apps.cli import compare, demo, verify
 from slipstream.config import DecoderConfig
+from tests.support import tiny_models
 from tests.support.command_line import run
 from tests.support.markers import subcases
 from tests.support.wrong_acceptance_rules import load_wrong_rule
@@ -351,3 +352,24 @@ def test_statistics_of_a_batch_say_that_a_rule_is_lossy(capsys, monkeypatch, tmp
     for more in ((), ("-p", "A sparrow")):
         assert run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *more, *lossy)[0] == 0
         assert not json.loads(file.read_text())["results"][0]["stats"]["lossless"]
+
+
+@pytest.mark.parametrize("more", [(), ("-p", "A sparrow")])
+def test_generate_passes_its_options_to_the_template(
+    capsys, monkeypatch, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    template = "{% if loud %}!{% endif %}{% for m in messages %}{{ m.content }}: {% endfor %}"
+    inner = tiny_models.tokenizer(template=template)
+    tiny_models.fresh("llama").save_pretrained(tmp_path)
+    inner.save_pretrained(tmp_path)
+    arguments = ("--target", str(tmp_path), "--max-tokens", "8", "--reproducible", "false", "--dtype", "float32")
+    form = ("--chat-template-kwargs", '{"loud": true}', "--answer-start", "so")
+    file = tmp_path / "result.json"
+    code, _, err = run(capsys, monkeypatch, "generate", "-p", "hello", *more, *arguments, *form, "--json", str(file))
+    assert code == 0, err
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "so"}]
+    decoder = SpeculativeDecoder(str(tmp_path), reproducible=False, dtype="float32")
+    asked = decoder.chat(messages, max_tokens=8, chat_template_kwargs={"loud": True}, continue_final_message=True)
+    assert decoder.decode(asked.prompt_token_ids) == "!hello: so"
+    results = json.loads(file.read_text())["results"]
+    assert results[0]["token_ids"] == asked.token_ids and len(results) == 1 + len(more) // 2

@@ -13,7 +13,18 @@ import typer
 
 from slipstream.apps.cli.application import announce_loading, command, config_from, draft_name, load_decoder, write_json
 from slipstream.apps.cli.consoles import clock_time, err, progress_bar
-from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Raw, Structure, flags, option
+from slipstream.apps.cli.flags import (
+    OUTPUT,
+    PROMPTS,
+    Json,
+    Models,
+    Raw,
+    Structure,
+    TemplateKwargs,
+    flags,
+    json_object,
+    option,
+)
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.sampling.params import SamplingParams
@@ -76,6 +87,7 @@ def batch_command(
     token_ids: TokenIds = False,
     model_name: ModelName = "",
     raw: Raw = False,
+    template_kwargs: TemplateKwargs = "{}",
     json_file: Json = None,
 ) -> None:
     """Answer a file of requests, line by line.
@@ -93,7 +105,14 @@ def batch_command(
         announce_loading(models)
     from slipstream.jobs.line_formats import JobOptions
 
-    options = JobOptions(params=structure.of(params), chat=not raw, model_name=model_name, token_ids=token_ids)
+    variables = json_object("--chat-template-kwargs", template_kwargs)
+    options = JobOptions(
+        params=structure.of(params),
+        chat=not raw,
+        chat_template_kwargs=variables,
+        model_name=model_name,
+        token_ids=token_ids,
+    )
     job: BatchJob | RayJob
     if cluster.ray:
         job, draft = _ray_job(models, config, files, options, cluster), models.draft

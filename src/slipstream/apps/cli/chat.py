@@ -14,7 +14,16 @@ from slipstream.apps.chat.markdown_stream import MarkdownStream
 from slipstream.apps.cli.application import announce_loading, command, config_from, load_decoder
 from slipstream.apps.cli.command_classes import definition_lines
 from slipstream.apps.cli.consoles import err, out, print_error, write_raw
-from slipstream.apps.cli.flags import PROMPTS, Models, Structure, flags, option
+from slipstream.apps.cli.flags import (
+    PROMPTS,
+    AnswerStart,
+    Models,
+    Structure,
+    TemplateKwargs,
+    flags,
+    json_object,
+    option,
+)
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError, os_reason
 from slipstream.models.cache_folder import cache_folder
@@ -23,6 +32,8 @@ from slipstream.tokenization.tokenizer import check_text
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+
+    from slipstream.apps.chat.conversation import Chat
 
 LENGTH = 512  # tokens per answer
 HOW_TO_LEAVE = "Ctrl-D or /quit leaves"
@@ -33,7 +44,7 @@ KEYS = f"/help lists the commands, Alt-Enter begins a new line, Ctrl-C stops an 
     "chat",
     "slipstream chat",
     "slipstream chat --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
-    'slipstream chat --system "Be brief." --temperature 0.7',
+    """slipstream chat --system "Be brief." --chat-template-kwargs '{"enable_thinking": false}'""",
 )
 @flags(Models, DecoderConfig, SamplingParams, Structure, also=("prediction",), max_tokens=LENGTH)
 def chat_command(
@@ -44,6 +55,8 @@ def chat_command(
     system: Annotated[
         str, option(PROMPTS, "--system", text="what the model is told before the conversation", metavar="TEXT")
     ] = "",
+    answer_start: AnswerStart = "",
+    template_kwargs: TemplateKwargs = "{}",
     history: Annotated[
         Path | None,
         option(PROMPTS, "--history", text="file of lines typed before; default: in the cache folder", metavar="FILE"),
@@ -52,30 +65,31 @@ def chat_command(
     """Talk with a model; /help lists the commands."""
     config, params = config_from(config, models.config_file), structure.of(params)
     check_text("--system", system)
+    check_text("--answer-start", answer_start)
+    variables = json_object("--chat-template-kwargs", template_kwargs)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     file = history or cache_folder() / "chat_history"
     if at_terminal:
         _check_terminal(file)
     screen = Screen()
     try:
-        _converse(screen, models, config, params, system, file if at_terminal else None)
+        if not err.is_terminal:
+            announce_loading(models)
+        decoder = load_decoder(models, config)
+        from slipstream.apps.chat.conversation import Chat
+
+        conversation = Chat(decoder, screen, params, system, answer_start, variables)
+        _converse(conversation, screen, file if at_terminal else None)
     finally:
         screen.close()
 
 
-def _converse(
-    screen: Screen, models: Models, config: DecoderConfig, params: SamplingParams, system: str, history: Path | None
-) -> None:
+def _converse(conversation: Chat, screen: Screen, history: Path | None) -> None:
     """Answer lines until the user leaves. history: file of lines typed at a terminal; None: they come from a pipe."""
-    if not err.is_terminal:
-        announce_loading(models)
-    decoder = load_decoder(models, config)
-    from slipstream.apps.chat.conversation import Chat
     from slipstream.apps.chat.slash_commands import complete, handle
 
-    conversation = Chat(decoder, screen, params, system)
     if history is not None:
-        screen.remark(f"{models.target}, drafter {decoder.drafter_name}; {KEYS}")
+        screen.remark(f"{conversation.decoder.target.name}, drafter {conversation.decoder.drafter_name}; {KEYS}")
     for line in _piped() if history is None else _lines(_session(history, complete)):
         handle(conversation, line)
         if conversation.closed:
