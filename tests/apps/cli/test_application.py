@@ -314,12 +314,19 @@ def test_the_demo_shows_every_prompt_side_by_side_and_a_next_step(capsys, monkey
     """The toy stands in for the model that the demo downloads."""
     monkeypatch.setattr(demo, "EMBEDDED", "toy")
     file = tmp_path / "demo.json"
-    arguments = ("demo", "--max-tokens", "24", "--repeats", "1", "--json", str(file))
+    arguments = ("demo", "--max-tokens", "90", "--repeats", "1", "--json", str(file))
     code, out, err = run(capsys, monkeypatch, *arguments)
     assert code == 0 and "the text stays the same" in " ".join(err.split())
     assert [line[:4] for line in out.splitlines() if re.match(r"\d/\d ", line)] == [f"{n}/4 " for n in (1, 2, 3, 4)]
     captions = re.findall(r"\d\.\d\dx \((?:as fast|within noise|faster|slower)\): ", out)
     assert len(captions) == 4 and "4 of 4 texts identical to plain decoding" in " ".join(out.split())
+    lines, wrapped = out.splitlines(), 0
+    for number, line in enumerate(lines):
+        if "plain, " in line:
+            column, texts = line.index("speculative, "), lines[number + 2 : lines.index("", number)]
+            wrapped += len(texts) > 1
+            assert [text[:column].strip() for text in texts] == [text[column:].strip() for text in texts]
+    assert wrapped
     assert 'slipstream generate "Why is the sky blue?"' in out
     report = json.loads(file.read_text())
     assert report["target"] == "toy" and len(report["prompts"]) == 4

@@ -91,6 +91,8 @@ def check(
     guesses tokens of the target, with the settings of its config.json and with others that may have been meant. Exit
     code 1 if DRAFT cannot draft at all.
     """
+    if err.is_terminal:
+        err.sentence(f"reading {target} and {draft} ...", style="dim")
     quiet_libraries()
     if _check_as_head(target, draft, text, json_file):
         return
@@ -121,6 +123,7 @@ def _check_as_head(target: str, draft: str, text: Path | None, json_file: Path |
         return False
     if text is not None:
         raise UsageError(f"--text {str(text)!r} with the draft head {draft!r}; allowed: with a draft model")
+    err.sentence(f"loading {target} and trying {draft} on a text ...", style="dim")
     loaded = load(target, options)
     head = load_head(files, loaded, options)
     tried = agreement(head, loaded)
