@@ -29,7 +29,7 @@ OPTIONS: Any = {"max_tokens": 16, "temperature": 0.9, "seed": 3}
 
 
 def decoder_with(template: str | None, draft: Any = None) -> SpeculativeDecoder:
-    inner = tiny_models.tokenizer(list('<>_{}"/1'), template)
+    inner = tiny_models.tokenizer(list('<>_{}"/17'), template)
     model = tiny_models.fresh("llama", vocab_size=len(inner))
     return SpeculativeDecoder(model, draft, tokenizer=inner, acceptance="match", num_draft_tokens=3, drafter="ngram")
 
@@ -175,3 +175,20 @@ def test_tools_and_chats_without_a_suitable_template_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         decoder_with(template).chat(CHAT, tools=tools)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_template_whose_calls_are_not_read_is_logged_once(is_read: bool, caplog: pytest.LogCaptureFixture) -> None:
+    json_call = (
+        """<tool_call>{"name": "{{ c.function.name }}", """
+        """"arguments": {{ c.function.arguments | tojson }}}</tool_call>"""
+    )
+    xml_call = "<tool_call><function={{ c.function.name }}>{{ c.function.arguments }}</function></tool_call>"
+    call = json_call if is_read else xml_call
+    calls = "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}"
+    template = "{{ tools | length }}{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    asked = decoder_with(template)
+    for _ in range(2):
+        asked.chat(CHAT, tools=TOOLS, max_tokens=1)
+    lines = [record.message for record in caplog.records if record.message.startswith("tools: this chat template")]
+    assert len(lines) == (0 if is_read else 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
@@ -16,6 +17,8 @@ from slipstream.tokenization import tool_calls
 from slipstream.tokenization.byte_vocabulary import ByteTokens
 from slipstream.tokenization.hf_byte_tokens import TokenNames, read_byte_tokens
 from slipstream.tokenization.tokenizer import PLAIN_CHAT, CallForm, ChatForm, ParsedAnswer, check_text
+
+log = logging.getLogger("slipstream")
 
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that callers cannot set
 
@@ -72,6 +75,8 @@ class HFTokenizer:
             )
         if form.variables:
             self._check_variables(form)
+        if form.tools and self._writes_unread_calls:
+            _warn_of_unread_calls(self._template_for(form))
         text = self._rendered_parts(messages, form)
         check_text("the conversation as the chat template writes it", text)
         return self.bare(text)
@@ -115,6 +120,10 @@ class HFTokenizer:
                 raise UsageError(
                     f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}{did_you_mean(name, *readable)}"
                 )
+
+    @cached_property
+    def _writes_unread_calls(self) -> bool:
+        return tool_calls.writes_unread_calls(self.inner)
 
     def _template_for(self, form: ChatForm) -> str:
         """The template that renders this form: of several, the one that is named tool_use or default."""
@@ -196,6 +205,14 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     joined = "\n".join(part["text"] for part in content) if isinstance(content, list | tuple) else content
     return {**message, "content": joined}
+
+
+@lru_cache(16)
+def _warn_of_unread_calls(template: str) -> None:
+    log.warning(
+        "tools: this chat template writes calls in a form that Slipstream does not read; calls stay in the text, and "
+        "Result.tool_calls is empty"
+    )
 
 
 @lru_cache(16)
