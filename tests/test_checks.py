@@ -1,11 +1,14 @@
 """What counts as a whole number, a number and a text, and how other values are refused."""
 
 import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slipstream.checks import check_choice, check_whole, is_number, is_text, is_whole
+from slipstream.checks import check_choice, check_whole, is_number, is_text, is_whole, why_no_file, why_no_folder
 from slipstream.errors import UsageError
 
 
@@ -55,3 +58,10 @@ def test_a_refusal_names_the_value_and_what_is_allowed() -> None:
         with pytest.raises(UsageError) as refusal:
             refused()
         assert str(refusal.value) == message
+
+
+def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert why_no_file(tmp_path / "x") == f"no permission to write into {str(tmp_path)!r}"
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert why_no_file(tmp_path / "x") == why_no_folder(tmp_path) == "read-only file system"

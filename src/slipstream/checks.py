@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -163,7 +164,7 @@ def why_no_file(path: Path) -> str | None:
         with suppress(FileNotFoundError):
             path.stat()  # raises if links form a circle
         if path.exists():
-            return None if os.access(path, os.W_OK) else "permission denied"
+            return None if os.access(path, os.W_OK) else _denied(path, "permission denied")
         if not path.parent.exists():
             return f"the folder {str(path.parent)!r} does not exist"
     except (OSError, ValueError) as error:
@@ -179,4 +180,11 @@ def why_no_folder(path: Path) -> str | None:
         return why_unreadable(error)
     if not nearest.is_dir():
         return f"{str(nearest)!r} is not a folder"
-    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission to write into {str(nearest)!r}"
+    if os.access(nearest, os.W_OK | os.X_OK):
+        return None
+    return _denied(nearest, f"no permission to write into {str(nearest)!r}")
+
+
+def _denied(path: Path, otherwise: str) -> str:
+    is_read_only = sys.platform != "win32" and os.statvfs(path).f_flag & os.ST_RDONLY
+    return "read-only file system" if is_read_only else otherwise

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
 
 from slipstream import drafters
-from slipstream.checks import arguments_named, explained_fields
+from slipstream.checks import arguments_named, check_known, explained_fields
 from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule
 from slipstream.core.interfaces import Drafter, Learner
 from slipstream.core.rounds import Round
 from slipstream.errors import UsageError
 from slipstream.models.generation_settings import warn_of_unread_settings
-from slipstream.sampling.params import SamplingOptions, SamplingParams, params_from
+from slipstream.sampling.params import SamplingParams, params_from
 from slipstream.text.requests import (
+    FormOptions,
     Ids,
     Message,
     Prompt,
     Prompts,
-    check_tools,
+    RequestOptions,
     read_conversation,
+    read_form,
     read_ids,
     read_prompts,
 )
-from slipstream.text.results import AsyncStream, Chunk, Result, Stream, chunks_of
-from slipstream.tokenization.tokenizer import ToolCallParser
+from slipstream.text.results import AsyncStream, Chunk, Result, Stream, chunks_of, with_calls
+from slipstream.tokenization.tokenizer import ChatForm
 from slipstream.wiring.engine_access import EngineAccess
 from slipstream.wiring.engine_choice import check_names, name_of
 from slipstream.wiring.model_pair import ModelPair
@@ -145,7 +147,7 @@ class SpeculativeDecoder(EngineAccess):
         params: SamplingParams | None = None,
         *,
         chat: bool = True,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Result: ...
     @overload
     def generate(
@@ -154,7 +156,7 @@ class SpeculativeDecoder(EngineAccess):
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         chat: bool = True,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> list[Result]: ...
     @overload
     def generate(
@@ -163,7 +165,7 @@ class SpeculativeDecoder(EngineAccess):
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         chat: bool = True,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Any: ...  # an array's shape decides
 
     def generate(
@@ -172,7 +174,7 @@ class SpeculativeDecoder(EngineAccess):
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         chat: bool = True,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Result | list[Result]:
         """Generate for one prompt (a `Result`) or a list of prompts (a list, in order).
 
@@ -182,32 +184,34 @@ class SpeculativeDecoder(EngineAccess):
         params: one `SamplingParams` for all prompts, or one per prompt. Its fields may be given as keywords instead:
         `generate(prompt, temperature=0.7, max_tokens=50)`. With n > 1 the other texts are in `Result.alternatives`.
 
+        Further keywords go to the chat template: `tools`, JSON schemas of functions that the model may call, as
+        OpenAI's interface has them (`Result.tool_calls` then holds the calls of the answer); `chat_template_kwargs`,
+        variables that the template reads, such as {"enable_thinking": False}; and `continue_final_message=True`, with
+        which the answer continues the last message.
+
         Raises `UsageError` for what is not allowed. A row that fails (its own logits processor raises, no token is left
         to choose) ends alone: in a list its result has finish reason "error" and says why, a single prompt raises.
         """
-        prompts = read_prompts(prompt)
-        results = self._generated(prompts, params_from(params, options), chat)
+        prompts, form = read_prompts(prompt), read_form(options)
+        results = self._generated(prompts, params_from(params, options), chat, form)
         return results[0] if prompts.single else results
 
     def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Result:
         """Answer a conversation: dictionaries with role and content, the last one usually the user's.
 
-        A content is a text, or a list of text parts. tools: JSON schemas of functions that the model may call, as
-        OpenAI's interface has them; `Result.tool_calls` then holds the calls of the answer. params, options: as in
-        `generate`, which without tools gives the same text for the same messages.
+        A content is a text, or a list of text parts. params, options: as in `generate`, which gives the same text for
+        the same messages, and takes several conversations.
 
-        Raises `UsageError` for invalid messages, for a model without a chat template, and for tools that the template
-        does not read.
+        Raises `UsageError` for invalid messages, for a model without a chat template, and for tools or variables that
+        the template does not read.
         """
-        conversation, tools = read_conversation(messages), check_tools(tools)
-        (result,) = self._generated(conversation, params_from(params, options), True, tools)
+        conversation, form = read_conversation(messages), read_form(options)
+        (result,) = self._generated(conversation, params_from(params, options), True, form)
         return result
 
     def stream(
@@ -216,14 +220,15 @@ class SpeculativeDecoder(EngineAccess):
         params: SamplingParams | None = None,
         *,
         chat: bool = True,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """Generate for one prompt, a `Chunk` per round: `for chunk in decoder.stream(prompt): print(chunk, end="")`.
 
         When the loop has ended, the stream's `result` is what `generate` returns. Stopping the iteration early is
         allowed. Prompt and options are read with the first chunk.
         """
-        return Stream(self._chunks(prompt, params_from(params, options), chat))
+        form = read_form(options)
+        return Stream(self._chunks(prompt, params_from(params, options), chat, form))
 
     def astream(
         self,
@@ -231,7 +236,7 @@ class SpeculativeDecoder(EngineAccess):
         params: SamplingParams | None = None,
         *,
         chat: bool = True,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> AsyncStream:
         """`stream` for coroutines: `async for chunk in decoder.astream(prompt): ...`.
 
@@ -239,43 +244,34 @@ class SpeculativeDecoder(EngineAccess):
         round by round. For many requests at a time, a list of prompts in `asyncio.to_thread(decoder.generate, prompts)`
         is faster, because they share forwards.
         """
-        stream = Stream(self._chunks(prompt, params_from(params, options), chat))
+        form = read_form(options)
+        stream = Stream(self._chunks(prompt, params_from(params, options), chat, form))
         return AsyncStream(stream, self._parts.async_rounds)
 
-    def _generated(
-        self, prompts: Prompts, params: Any, chat: bool, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[Result]:
+    def _generated(self, prompts: Prompts, params: Any, chat: bool, form: ChatForm) -> list[Result]:
         with self._use:
-            self.renew()
-            groups = self.reader.with_tools(tools).sample_rows(prompts.items, params, chat=chat)
+            groups = self.sample_rows(prompts.items, params, chat=chat, form=form)
             texts = iter(self.decode_rows([row for group in groups for row in group]))
             if prompts.single and groups[0][0].error is not None:
                 raise groups[0][0].error
             results = [replace(next(texts), alternatives=[next(texts) for _ in group[1:]]) for group in groups]
-            return [self._with_calls(result, tools) for result in results] if tools else results
+            return [with_calls(result, self.tokenizer, form.tools) for result in results]
 
-    def _with_calls(self, result: Result, tools: Sequence[Mapping[str, Any]]) -> Result:
-        """An answer, and its alternatives, with the calls of tools that they make."""
-        assert isinstance(self.tokenizer, ToolCallParser)
-        parsed = self.tokenizer.parse_answer(result.prompt_token_ids, result.token_ids, tools)
-        others = [self._with_calls(other, tools) for other in result.alternatives]
-        return replace(result, alternatives=others, tool_calls=() if parsed is None else parsed.calls)
-
-    def _chunks(self, prompt: Prompt, params: Any, chat: bool) -> Generator[Chunk, None, Result]:
+    def _chunks(self, prompt: Prompt, params: Any, chat: bool, form: ChatForm) -> Generator[Chunk, None, Result]:
         prompts = read_prompts(prompt)
         if not prompts.single:
             what = "a list of prompts" if prompts.items else "an empty list"
             raise UsageError(f"prompt is {what}; allowed: stream takes one prompt, generate takes a list")
-        row = self.rows(prompts.items, params, chat=chat)[0]
+        row = self.rows(prompts.items, params, chat=chat, form=form)[0]
         yield from self._in_turns(chunks_of(row, self.run([row]), self.tokenizer))
         with self._use:
-            return self.result(row)
+            return with_calls(self.result(row), self.tokenizer, form.tools)
 
     def batch(self, source: Any, output: Any, params: SamplingParams | None = None, **options: Any) -> JobReport:
         """Answer a file of requests, or a list of dictionaries, into a file; called again, it continues.
 
-        params: defaults for options that lines do not set; options: `errors`, and the fields of `JobOptions`. See
-        docs/batch.md.
+        params: defaults for options that lines do not set; its fields may be given as keywords, as in `generate`.
+        Other options: `errors`, and the fields of `JobOptions`. See docs/batch.md.
         """
         from slipstream.jobs.batch_job import run_batch
 
@@ -337,13 +333,16 @@ class SpeculativeDecoder(EngineAccess):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def encode(self, prompt: Prompt, *, chat: bool = False) -> list[int]:
+    def encode(self, prompt: Prompt, *, chat: bool = False, **options: Unpack[FormOptions]) -> list[int]:
         """The token ids of a text or of chat messages, which `decode` turns back into text.
 
-        chat=True: a text is rendered as a user's message by the chat template, as in `generate`.
+        chat=True: a text is rendered as a user's message by the chat template, as in `generate`. options: those that
+        `generate` passes to the template.
         """
+        form = read_form(options)
+        check_known("unknown option", options, list(FormOptions.__annotations__))
         with self._use:  # tokenizers cannot encode in two threads at once
-            return self.reader.encode(prompt, chat=chat)
+            return self.reader.with_form(form).encode(prompt, chat=chat)
 
     def decode(self, token_ids: Ids) -> str:
         """The text of token ids, without special tokens."""

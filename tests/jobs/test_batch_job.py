@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.jobs import batch_job
 from slipstream.jobs.line_formats import seed_of
+from tests.support import tiny_models
 from tests.support.job_cases import by_id, chat, counts, read, requests, toy, write
 
 
@@ -178,9 +180,11 @@ def test_wrong_options_are_refused(decoder: SpeculativeDecoder, tmp_path: Path) 
     out = tmp_path / "out.jsonl"
     with pytest.raises(UsageError, match="seed=3 for all requests of a job; allowed: a seed in a line"):
         decoder.batch(requests(2), out, SamplingParams(seed=3))
-    with pytest.raises(UsageError, match="unknown option 'token_id'; allowed: errors, chat, model_name, token_ids"):
+    with pytest.raises(
+        UsageError, match=r"unknown option 'token_id'; allowed: errors, chat, .*; did you mean 'token_ids'"
+    ):
         decoder.batch(requests(2), out, token_id=True)
-    with pytest.raises(UsageError, match="line 1 has OpenAI's format, whose requests bring their own"):
+    with pytest.raises(UsageError, match="line 1 has OpenAI's format, whose requests bring their own options"):
         decoder.batch([chat("a", "x")], out, SamplingParams(top_k=3))
     with pytest.raises(
         UsageError, match=r"absent.jsonl' cannot be read: no such file; allowed: a file with one request per line"
@@ -259,3 +263,51 @@ def test_requests_with_a_common_prefix_run_in_sequence_and_the_longest_run_first
 def test_the_report_can_be_written_as_json(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     saved = json.loads(json.dumps(decoder.batch(requests(3), tmp_path / "out.jsonl").to_dict()))
     assert saved["answered"] == 3 and saved["remaining"] == 0 and saved["work"]["output_tokens"] > 0
+
+
+def test_plain_lines_and_jobs_take_the_options_of_generate(tmp_path: Path) -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t['function']['name'] }} <tool_call>{% endfor %}"
+        "{% for m in messages %}{{ m.content }} {% endfor %}a{% if loud %}bc{% endif %}"
+    )
+    inner = tiny_models.tokenizer(list('<>_{}"/'), template)
+    model = tiny_models.fresh("llama", vocab_size=len(inner))
+    decoder = SpeculativeDecoder(model, tokenizer=inner, acceptance="match", drafter="ngram")
+    asked = [{"role": "user", "content": "hello"}]
+    answered = [*asked, {"role": "assistant", "content": "yes indeed"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    forms: list[dict[str, Any]] = [
+        {"messages": asked},
+        {"messages": asked, "chat_template_kwargs": {"loud": False}},
+        {"messages": asked, "tools": tools},
+        {"prompt": answered, "continue_final_message": True},
+    ]
+    out = tmp_path / "out.jsonl"
+    lines = [{"id": f"r{i}", "seed": i, "temperature": 1.0} | form for i, form in enumerate(forms)]
+    report = decoder.batch(lines, out, max_tokens=3, chat_template_kwargs={"loud": True}, token_ids=True)
+    assert counts(report) == (4, 0, 4, 0), report.errors
+    answers = {line["id"]: line for line in read(out)}
+    for i, form in enumerate(forms):
+        options = {"chat_template_kwargs": {"loud": True}} | form
+        prompt = options.pop("messages", None) or options.pop("prompt")
+        expected = decoder.generate(prompt, max_tokens=3, temperature=1.0, seed=i, **options)
+        assert answers[f"r{i}"]["token_ids"] == expected.token_ids
+        assert answers[f"r{i}"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    assert answers["r2"]["tool_calls"] == [] and "tool_calls" not in answers["r0"]
+    assert len({answer["prompt_tokens"] for answer in answers.values()}) == 4
+
+    wrong = [
+        ({"messages": "hello"}, "messages='hello'; allowed: a list of chat messages"),
+        ({"messages": asked, "prompt": "x"}, "prompt and messages are both given"),
+        ({"prompt": [5], "continue_final_message": True}, "continue_final_message with token ids"),
+        ({"messages": asked, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs: 'x'; allowed: loud"),
+        ({"messages": asked, "tools": [1]}, "tool 0 is 1; allowed"),
+    ]
+    report = decoder.batch([{"id": str(i)} | line for i, (line, _) in enumerate(wrong)], tmp_path / "wrong.jsonl")
+    assert report.failed == len(wrong)
+    for message, (_, why) in zip(report.errors, wrong, strict=True):
+        assert why in message
+    with pytest.raises(UsageError, match="chat_template_kwargs=3; allowed: a dictionary"):
+        decoder.batch(lines, tmp_path / "x.jsonl", chat_template_kwargs=3)
+    with pytest.raises(UsageError, match="params and max_tokens= are both given"):
+        decoder.batch(lines, tmp_path / "x.jsonl", SamplingParams(), max_tokens=3)

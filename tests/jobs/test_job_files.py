@@ -1,16 +1,13 @@
-"""Files of a job with torn lines, with lines of another job, or in use by another process; and Parquet files."""
+"""Files of a job with torn lines, with lines of another job, or in use by another process."""
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
-from slipstream.jobs import job_lines
 from slipstream.jobs.job_output import JobOutput
 from tests.support.job_cases import by_id, counts, read, requests, toy, write
 from tests.support.processes import started
@@ -125,6 +122,7 @@ def test_file_names_are_checked_before_anything_is_written(decoder: SpeculativeD
         (tmp_path / "out.jsonl", tmp_path / "out.jsonl", "is the error file and the output"),
         (tmp_path, None, "cannot be written: it is a folder"),
         (tmp_path / "absent" / "out.jsonl", None, "cannot be written: the folder"),
+        (tmp_path / "out.parquet", None, "out.parquet' is a Parquet file; allowed: JSON lines, or in Python a list"),
     ):
         with pytest.raises(UsageError, match=why):
             decoder.batch(source, output, errors=errors)
@@ -147,16 +145,6 @@ def test_a_file_without_lines_is_refused_and_nothing_is_written(
     assert counts(decoder.batch([], tmp_path / "out.jsonl")) == (0, 0, 0, 0)  # like generate([]), which is empty
 
 
-@pytest.mark.parametrize("name", ["out.parquet", "out.parquet.jsonl", "out.errors.jsonl"])
-def test_every_file_beside_a_parquet_output_is_checked(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job_lines, "check_pyarrow", lambda *names: None)
-    (tmp_path / name).mkdir()
-    with pytest.raises(UsageError, match=f"{name}' cannot be written: it is a folder"):
-        job_lines.JobFiles.of(LINES, tmp_path / "out.parquet")
-
-
 def test_an_answer_is_synced_to_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr("os.fsync", lambda descriptor: synced.append((tmp_path / "out.jsonl").stat().st_size))
@@ -165,27 +153,3 @@ def test_an_answer_is_synced_to_disk_before_it_counts(tmp_path: Path, monkeypatc
         output.append([])
         output.append([{"id": "c"}])
     assert synced == [0, 22, 33]
-
-
-def test_a_parquet_job_gives_the_answers_of_json_lines(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    pyarrow = pytest.importorskip("pyarrow")
-    columns = dict.fromkeys(name for line in LINES for name in line)  # a row without a value has null
-    parquet.write_table(pyarrow.Table.from_pylist([columns | line for line in LINES]), tmp_path / "in.parquet")
-    report = decoder.batch(tmp_path / "in.parquet", tmp_path / "out.parquet")
-    assert counts(report) == (9, 0, 9, 0)
-    decoder.batch(LINES, tmp_path / "out.jsonl")
-    row_of = {row["id"]: row for row in parquet.read_table(tmp_path / "out.parquet").to_pylist()}
-    for line in read(tmp_path / "out.jsonl"):
-        flat = {name: json.dumps(value) if isinstance(value, list) else value for name, value in line.items()}
-        values = {name: value for name, value in row_of[line["id"]].items() if value is not None}
-        assert values == flat
-    assert counts(decoder.batch(tmp_path / "in.parquet", tmp_path / "out.parquet")) == (9, 9, 0, 0)
-
-
-def test_parquet_without_pyarrow_is_refused(
-    decoder: SpeculativeDecoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(SlipstreamError, match=r"Parquet files need pyarrow; run: pip install pyarrow"):
-        decoder.batch(LINES, tmp_path / "out.parquet")

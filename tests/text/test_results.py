@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
-from slipstream import Round, Stats
-from slipstream.core.rounds import Seconds
+from slipstream import Result, Round, Stats
+from slipstream.core.rounds import Seconds, TokenLogprobs
 
 
 def make_round(draft: int, accepted: int, tokens: int, *, rejected: bool, step: int = 0, row: int = 0) -> Round:
@@ -90,6 +92,14 @@ def test_overhead_is_never_negative() -> None:
 def test_statistics_of_a_lossy_rule_say_so() -> None:
     assert Stats.of(ROUNDS).lossless
     assert not Stats.of(ROUNDS, lossless=False).to_dict()["lossless"]
+
+
+def test_a_probability_of_zero_is_null_in_json() -> None:
+    entry = TokenLogprobs(0, -math.inf, ((5, -0.5), (0, -math.inf)))
+    round = replace(make_round(0, 0, 1, rejected=False), logprobs=(entry,))
+    result = Result("", [0], "length", Stats.of([round]), [round], 0, [1])
+    (written,) = json.loads(json.dumps(result.to_dict(), allow_nan=False))["logprobs"]
+    assert written["logprob"] is None and written["top"] == [[5, -0.5], [0, None]]
 
 
 def test_the_dictionary_has_every_total_and_ratio_and_is_json() -> None:

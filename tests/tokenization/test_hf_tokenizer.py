@@ -8,6 +8,7 @@ import pytest
 
 from slipstream import SpeculativeDecoder, UsageError
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.tokenizer import ChatForm
 from slipstream.wiring.model_pair import fingerprint_of
 from tests.support import tiny_models
 
@@ -24,8 +25,32 @@ def test_variables_and_fields_that_a_template_reads_are_found() -> None:
     assert {"role", "content", "reasoning_content", "prefix"} <= ours.template_fields()
     assert "tool_calls" not in ours.template_fields()
     several = tiny_models.tokenizer()
-    several.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    assert {"messages", "tools"} <= HFTokenizer(several).template_variables()
+    several.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}{% no %}"}
+    assert HFTokenizer(several).template_variables() == {"messages", "tools"}  # no request reaches the third
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ tools }}",
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% endfor %}{{ tools }}",
+        "{% set n = namespace(n=0) %}{{ strftime_now('')}}{{ messages[-1].content }}{{ dict(a=1)['b'] }}{{ tools }}",
+    ],
+)
+def test_what_a_template_reads_is_known_for_all_that_transformers_renders(template: str) -> None:
+    ours = HFTokenizer(tiny_models.tokenizer(template=template))
+    assert ours.template_variables() == {"messages", "tools"} and "content" in ours.template_fields()
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert ours.chat(messages) == ours.bare(ours.inner.apply_chat_template(messages, tokenize=False))
+    with pytest.raises(UsageError, match="chat_template_kwargs: 'namespace'; allowed: none"):
+        ours.chat(messages, ChatForm(variables={"namespace": 1}))
+
+
+def test_a_variable_of_another_named_template_is_refused() -> None:
+    several = tiny_models.tokenizer()
+    several.chat_template = {"default": "{{ messages }}", "tool_use": "{{ messages }}{{ tools }}{{ style }}"}
+    with pytest.raises(UsageError, match="chat_template_kwargs: 'style'; allowed: none"):
+        HFTokenizer(several).chat([{"role": "user", "content": "b"}], ChatForm(variables={"style": 1}))
 
 
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% for _ in range(10 ** 9) %}{% endfor %}", "{{ 1 + 'a' }}"])

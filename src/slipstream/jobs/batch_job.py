@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from slipstream.checks import check_known
 from slipstream.errors import UsageError
-from slipstream.jobs.job_lines import JobFiles, Line, write_parquet
-from slipstream.jobs.job_output import ErrorFile, JobOutput, output_lines
+from slipstream.jobs.job_lines import JobFiles, Line
+from slipstream.jobs.job_output import ErrorFile, JobOutput
 from slipstream.jobs.line_formats import (
     Decoder,
     JobOptions,
@@ -23,7 +23,7 @@ from slipstream.jobs.line_formats import (
     refusal_of,
 )
 from slipstream.jobs.request_pool import RequestPool, Work
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.params import SamplingParams, params_from
 from slipstream.wiring.run_order import first_row, ordered
 
 MAX_REPORTED_ERRORS = 20  # the error file has them all
@@ -129,12 +129,6 @@ class JobState:
         """Close the output, so that another process may continue the job."""
         self._output.close()
 
-    def finish(self) -> None:
-        """Write the Parquet file, if one was asked for."""
-        self.tick()
-        if self._files.parquet is not None:
-            write_parquet(self._files.parquet, lambda: output_lines(self._files.output))
-
     def _survey(self) -> list[tuple[Line, Mapping[str, Any]]]:
         """Read all lines once; returns the bad ones with the reasons. UsageError if the output is not this job's."""
         lines_by_id: dict[str, int] = {}
@@ -197,7 +191,7 @@ class BatchJob:
         """
         with JobState(self._files, self._reader.digests, self.report, self._reader.fingerprint) as state:
             self._decode(state, on_progress)
-            state.finish()
+            state.tick()
         return self.report
 
     def _decode(self, state: JobState, on_progress: Progress) -> None:
@@ -241,7 +235,9 @@ def run_batch(
 ) -> JobReport:
     """Run a job with an open decoder: what `SpeculativeDecoder.batch` does."""
     names = ["errors", *(f.name for f in fields(JobOptions) if f.name != "params")]
-    check_known("unknown option", options, names)
-    job_options = {name: value for name, value in options.items() if name != "errors"}
+    check_known("unknown option", options, [*names, *(f.name for f in fields(SamplingParams))])
+    sampling: Any = {name: value for name, value in options.items() if name not in names}
+    job_options = {name: value for name, value in options.items() if name in names[1:]}
+    params = params_from(params, sampling) or SamplingParams()
     files = JobFiles.of(source, output, options.get("errors"))
-    return BatchJob(decoder, files, JobOptions(params=params or SamplingParams(), **job_options)).run()
+    return BatchJob(decoder, files, JobOptions(params=params, **job_options)).run()

@@ -1,100 +1,24 @@
-"""What a job reads and which files it writes.
-
-Requests come from a file of JSON lines, a Parquet file (pyarrow is optional) or a list of dictionaries.
-"""
+"""What a job reads, a file of JSON lines or a list of dictionaries, and which files it writes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from slipstream.checks import is_text, why_no_file, why_no_folder
 from slipstream.constraints.grammar_text import nesting
-from slipstream.durable_files import replaced
-from slipstream.errors import SlipstreamError, UsageError, first_line, os_reason
+from slipstream.errors import UsageError, os_reason
 from slipstream.tokenization.tokenizer import check_text
 
-ROWS = 1024  # read and written at a time
 LONGEST_ID = 512  # characters
 ID = f"a text of 1 to {LONGEST_ID} characters, or a whole number"
 SHOWN = 80  # characters of a value in a message
 DEEPEST = 200  # lists and objects within one another; Python reads and copies them recursively
 TOO_DEEP = f"lists and objects are nested too deep; allowed: at most {DEEPEST} within one another"
-
-
-def is_parquet(path: str | Path) -> bool:
-    """Whether the file is a Parquet file, by its name."""
-    return Path(path).suffix.lower() == ".parquet"
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise SlipstreamError("Parquet files need pyarrow; run: pip install pyarrow") from error
-    return pyarrow
-
-
-def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The rows of a file, in order."""
-    pyarrow = _pyarrow()
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(ROWS):
-                yield from batch.to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UsageError(f"{str(path)!r} cannot be read as Parquet: {first_line(error)}") from error
-
-
-def write_parquet(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-    """Write a file whole or not at all. rows: called twice. Lists and dictionaries become JSON text."""
-    pyarrow = _pyarrow()
-    columns = _columns(rows())
-    types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
-    schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
-    try:
-        with replaced(path) as partial, pyarrow.parquet.ParquetWriter(partial, schema) as writer:
-            for part in _parts(rows()):
-                flat = [{name: _cell(row.get(name), kind) for name, kind in columns.items()} for row in part]
-                writer.write_table(pyarrow.Table.from_pylist(flat, schema=schema))
-    except (OSError, pyarrow.ArrowException) as error:
-        raise SlipstreamError(f"{str(path)!r} cannot be written: {first_line(error)}") from error
-
-
-def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, type]:
-    """The columns of all rows and their types; text if rows differ or none has a value."""
-    types: dict[str, type] = {}
-    for row in rows:
-        for name, value in row.items():
-            kind = type(value) if isinstance(value, str | int | float) else type(None) if value is None else str
-            before = types.setdefault(name, kind)
-            if kind not in (before, type(None)):
-                types[name] = kind if before is type(None) else str
-    return {name: str if kind is type(None) else kind for name, kind in types.items()}
-
-
-def _cell(value: Any, kind: type) -> Any:
-    if value is None or isinstance(value, kind):
-        return value
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _parts(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    remaining = iter(rows)
-    for first in remaining:
-        yield [first, *islice(remaining, ROWS - 1)]
-
-
-def check_pyarrow(*paths: str | Path) -> None:
-    """Refuse Parquet files where pyarrow is missing."""
-    if any(map(is_parquet, paths)):
-        _pyarrow()
 
 
 @dataclass(frozen=True)
@@ -132,10 +56,8 @@ class Lines(Protocol):
 
 
 def lines_of(source: str | Path | Iterable[Mapping[str, Any]]) -> Lines:
-    """The lines of a file (JSON lines, or Parquet by its name), or those of a list of dictionaries."""
-    if not isinstance(source, str | Path):
-        return ListedLines(list(source))
-    return ParquetLines(Path(source)) if is_parquet(source) else FileLines(Path(source))
+    """The lines of a file, or those of a list of dictionaries."""
+    return FileLines(Path(source)) if isinstance(source, str | Path) else ListedLines(list(source))
 
 
 @dataclass(frozen=True)
@@ -171,24 +93,6 @@ class ListedLines:
                 yield _checked(number, item)
             else:
                 yield Line(number, {}, f"{type(item).__name__}; allowed: a dictionary")
-
-
-@dataclass(frozen=True)
-class ParquetLines:
-    """A Parquet file with one request per row; columns without a value are left out. A body may be JSON text."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return str(self.path)
-
-    def __iter__(self) -> Iterator[Line]:
-        for number, row in enumerate(parquet_rows(self.path), 1):
-            item = {name: value for name, value in row.items() if value is not None}
-            if is_openai(item) and isinstance(item.get("body"), str):
-                item["body"] = _parsed(number, item["body"].encode()).item or item["body"]
-            yield _checked(number, item)
 
 
 def _checked(number: int, item: Mapping[str, Any]) -> Line:
@@ -232,12 +136,11 @@ def _refuse_constant(name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class JobFiles:
-    """The files of a job. output: JSON lines; if a Parquet file is asked for, its journal `NAME.parquet.jsonl`."""
+    """The files of a job, all of JSON lines."""
 
     lines: Lines
     output: Path
     errors: Path
-    parquet: Path | None = None
 
     @classmethod
     def of(
@@ -247,23 +150,24 @@ class JobFiles:
         if isinstance(source, Mapping | bytes | bytearray) or not isinstance(source, Path | Iterable):
             raise UsageError(f"source={source!r:.80}; allowed: the name of a file, or a list of dictionaries")
         path = _path("output", output)
-        check_pyarrow(*(name for name in (source, output) if isinstance(name, str | Path)))
-        parquet = path if is_parquet(path) else None
-        journal = path if parquet is None else path.with_name(f"{path.name}.jsonl")
+        for parquet in (source, path):
+            if isinstance(parquet, str | Path) and Path(parquet).suffix.lower() == ".parquet":
+                raise UsageError(
+                    f"{str(parquet)!r} is a Parquet file; allowed: JSON lines, or in Python a list of dictionaries"
+                )
         refusals = path.with_name(f"{path.stem}.errors.jsonl") if errors is None else _path("errors", errors)
         others = {"the input": Path(source)} if isinstance(source, str | Path) else {}
-        written = {"the output": path, "the error file": refusals} | ({"the journal": journal} if parquet else {})
-        for name, file in written.items():
+        for name, file in (("the output", path), ("the error file", refusals)):
             _check(name, file, others)
             others[name] = file
         if isinstance(source, str | Path) and not (file := Path(source)).is_file():
             why = "it is not an ordinary file" if file.exists() else "no such file"
-            why = "it is a folder" if file.is_dir() else why
+            why = "it is a folder" if file.is_dir() else "standard input is not read" if str(file) == "-" else why
             raise UsageError(f"{str(source)!r} cannot be read: {why}; allowed: a file with one request per line")
         lines = lines_of(source)
         if isinstance(source, str | Path) and next(iter(lines), None) is None:
             raise UsageError(f"{str(source)!r} holds no requests; allowed: at least one line")
-        return cls(lines, journal, refusals, parquet)
+        return cls(lines, path, refusals)
 
 
 def _path(name: str, value: Any) -> Path:

@@ -7,7 +7,7 @@ went wrong with which line is in the error file, which every run writes anew.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -109,13 +109,6 @@ class JobOutput:
                 f"{str(self.path)!r}, line {number}: id {key!r:.80} is that of line {other}; allowed: each id once"
             )
         self.answered[key] = answered
-
-
-def output_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The lines of a finished output."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            yield _parsed(path, number, line)
 
 
 def line_bytes(line: Mapping[str, Any]) -> bytes:

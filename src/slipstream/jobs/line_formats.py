@@ -26,14 +26,14 @@ from slipstream.errors import SlipstreamError, UsageError, first_line, with_clas
 from slipstream.jobs.job_lines import Line, is_openai
 from slipstream.models.loaded import Loaded
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.requests import Prompt
-from slipstream.text.results import Result, result_of
-from slipstream.tokenization.tokenizer import Tokenizer
+from slipstream.text.requests import Prompt, read_conversation, read_form
+from slipstream.text.results import Result, logprobs_dict, result_of, with_calls
+from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, Tokenizer
 from slipstream.wiring.model_pair import fingerprint_of
 
 OPENAI_LINES = "slipstream.apps.server.openai_lines"
 NEEDED = "lines in OpenAI's format need {0}; run: pip install {0}"
-NO_OPTIONS = ("id", "prompt", "chat", "model")
+NO_OPTIONS = ("id", "prompt", "messages", "chat", "model")
 FORMS = {*KINDS, "response_format", "structured_outputs"}  # names of structured output in flags and other formats
 IN_A_LINE = '"constraint": {"json_schema": ...}, or another of its kinds: ' + ", ".join(KINDS[1:])
 
@@ -42,14 +42,14 @@ IN_A_LINE = '"constraint": {"json_schema": ...}, or another of its kinds: ' + ",
 class JobOptions:
     """Options for all lines of a job.
 
-    params: defaults for options that plain lines do not set. chat: texts go through the chat template as in `generate`.
-    model_name: what requests call the model, by default the target's name. token_ids: answers to plain lines have them.
+    params and chat_template_kwargs: defaults for plain lines that set none.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
-    chat: bool = True
-    model_name: str = ""
-    token_ids: bool = False
+    chat: bool = True  # texts go through the chat template, as in `generate`
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    model_name: str = ""  # what requests call the model; by default the target's name
+    token_ids: bool = False  # answers to plain lines have them
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -59,6 +59,7 @@ class JobOptions:
                 f"seed={self.params.seed} for all requests of a job; allowed: a seed in a line, or none: each request "
                 "then gets one from its id"
             )
+        read_form({"chat_template_kwargs": self.chat_template_kwargs})
         if self.params.logits_processors:
             raise UsageError("logits_processors in a job, whose requests are data; allowed: none")
 
@@ -87,7 +88,9 @@ class Decoder(Protocol):
     def shapes(self) -> Shapes: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-    def sample_rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[list[Row]]: ...
+    def sample_rows(
+        self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True, form: ChatForm = PLAIN_CHAT
+    ) -> list[list[Row]]: ...
     def scheduler(self) -> Scheduler: ...
 
 
@@ -97,14 +100,16 @@ class RequestDigest:
     def __init__(self, options: JobOptions, acceptance: str) -> None:
         self._options = options
         plain = {"params": options.params.to_dict(), "chat": options.chat, "token_ids": options.token_ids}
+        if options.chat_template_kwargs:
+            plain["chat_template_kwargs"] = options.chat_template_kwargs
         self._common = json.dumps([acceptance, plain], sort_keys=True)
 
     def check(self, line: Line) -> None:
         """Refuse options of the job that a line in OpenAI's format would ignore."""
         if is_openai(line.item):
-            if self._options.params != SamplingParams():
+            if self._options.params != SamplingParams() or self._options.chat_template_kwargs:
                 raise UsageError(
-                    f"line {line.number} has OpenAI's format, whose requests bring their own sampling options; "
+                    f"line {line.number} has OpenAI's format, whose requests bring their own options; "
                     "allowed: options for all requests with plain lines only"
                 )
             _openai_lines()  # fails now if a package is missing
@@ -182,6 +187,7 @@ class PlainRequest:
     line: Line
     digest: str
     rows: list[Row]
+    tools: Sequence[Mapping[str, Any]]
     reader: PlainLines = field(repr=False)
 
     def answer(self) -> dict[str, Any]:
@@ -189,7 +195,8 @@ class PlainRequest:
         failed = next((row.error for row in self.rows if row.error is not None), None)
         if failed is not None:
             raise failed
-        results = [result_of(row, self.reader.tokenizer, lossless=True) for row in self.rows]
+        tokenizer = self.reader.tokenizer
+        results = [with_calls(result_of(row, tokenizer, lossless=True), tokenizer, self.tools) for row in self.rows]
         first, others = self._text(results[0]), [self._text(result) for result in results[1:]]
         return (
             {"id": self.line.id}
@@ -205,7 +212,9 @@ class PlainRequest:
         if self.reader.options.token_ids:
             answer["token_ids"] = result.token_ids
         if result.logprobs is not None:
-            answer["logprobs"] = [asdict(entry) for entry in result.logprobs]
+            answer["logprobs"] = [logprobs_dict(entry) for entry in result.logprobs]
+        if self.tools:
+            answer["tool_calls"] = [asdict(call) for call in result.tool_calls]
         return answer
 
 
@@ -220,17 +229,21 @@ class PlainLines:
     def request_of(self, line: Line, digest: str) -> PlainRequest:
         """The rows of a line; UsageError says what is not allowed."""
         item = line.item
-        if "prompt" not in item:
-            raise UsageError("no prompt; allowed: a text, token ids or a list of chat messages")
+        if ("prompt" in item) == ("messages" in item):
+            what = "prompt and messages are both given" if "prompt" in item else "no prompt"
+            raise UsageError(f"{what}; allowed: a text, token ids or a list of chat messages, as prompt or messages")
+        prompt = item["prompt"] if "prompt" in item else read_conversation(item["messages"]).items[0]
         check_model(item.get("model"), self._model_name)
         chat = item.get("chat", self.options.chat)
         if not isinstance(chat, bool):
             raise UsageError(f"chat={chat!r:.80}; allowed: true, false")
-        params = self._params(item, str(line.id))
-        return PlainRequest(line, digest, self._decoder.sample_rows([item["prompt"]], params, chat=chat)[0], self)
+        options = {"chat_template_kwargs": self.options.chat_template_kwargs}
+        options |= {name: value for name, value in item.items() if name not in NO_OPTIONS}
+        form, params = read_form(options), self._params(options, str(line.id))
+        rows = self._decoder.sample_rows([prompt], params, chat=chat, form=form)[0]
+        return PlainRequest(line, digest, rows, form.tools, self)
 
-    def _params(self, item: Mapping[str, Any], key: str) -> SamplingParams:
-        options = {name: value for name, value in item.items() if name not in NO_OPTIONS}
+    def _params(self, options: dict[str, Any], key: str) -> SamplingParams:
         if "logits_processors" in options:
             raise UsageError("logits_processors are code, which is not read from files; allowed: other options")
         if named := next((name for name in options if name in FORMS), None):

@@ -109,9 +109,13 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
         return cached
     description = f"measuring how {loaded.name!r} runs here (once)"
     columns = TaskProgressColumn(), TimeLeft()
-    with progress_bar(description, f"{description} ...", *columns, total=1.0) as bar:
+    with progress_bar(description, f"{description} ...", *columns, total=None) as bar:  # moves before the first report
         task = bar.task_ids[0]
-        calibration = calibrate(loaded.backend, max_batch_size, lambda share: bar.update(task, completed=share))
+
+        def report(share: float) -> None:
+            bar.update(task, total=1.0, completed=share)
+
+        calibration = calibrate(loaded.backend, max_batch_size, report)
     if calibration.agrees or loaded.source:  # weights in memory have no name: others of the same sizes may be sound
         _save(identity, asdict(calibration))
     return calibration

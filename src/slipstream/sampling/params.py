@@ -33,8 +33,10 @@ OTHER_NAMES = {  # of other libraries, and what to write here
     "logits_processor": "logits_processors=[...]",
     **dict.fromkeys(("schema", "json_schema", "response_format"), "constraint=Constraint(json_schema=...)"),
     **dict.fromkeys(("regex", "grammar", "choice"), "constraint=Constraint(...)"),
-    "tools": "decoder.chat(messages, tools=...)",
     "stream": "decoder.stream(prompt)",
+    "tools": "decoder.generate(prompt, tools=...)",
+    "enable_thinking": "chat_template_kwargs={'enable_thinking': ...}",
+    "add_generation_prompt": "continue_final_message=True",
     **dict.fromkeys(("system", "system_prompt"), "a message {'role': 'system', 'content': ...}"),
 }
 

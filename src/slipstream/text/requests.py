@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,10 @@ from slipstream.constraints.compiled_grammars import CompiledGrammars
 from slipstream.core.rng import key
 from slipstream.core.types import Row
 from slipstream.errors import UsageError, first_line
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.params import SamplingOptions, SamplingParams
 from slipstream.text.detokenizer import VisibleText
 from slipstream.tokenization.byte_vocabulary import RunningModel
-from slipstream.tokenization.tokenizer import ChatForm, Tokenizer, TokenizerDetails, check_text
+from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, Tokenizer, TokenizerDetails, check_text
 
 ALLOWED = "a text, a list of token ids or a list of chat messages"
 MEDIA = ("pixel", "image", "video", "audio", "input_features", "input_values")  # in names of what processors return
@@ -78,8 +78,31 @@ def read_conversation(messages: Any) -> Prompts:
     raise UsageError(f"messages={messages!r:.60}; allowed: a list of chat messages, such as [{example}]")
 
 
-def check_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
-    """The tools of a call of `chat`. UsageError for the first that is not a JSON schema of a function."""
+class FormOptions(TypedDict, total=False):
+    """What the chat template is given besides the messages, as keywords, for type checkers."""
+
+    tools: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any]
+    continue_final_message: bool
+
+
+class RequestOptions(SamplingOptions, FormOptions, total=False):
+    """The keywords of `generate`, for type checkers."""
+
+
+def read_form(options: Any) -> ChatForm:
+    """What the chat template is given besides the messages; takes these out of a call's or a line's options."""
+    variables, goes_on = options.pop("chat_template_kwargs", None), options.pop("continue_final_message", False)
+    if not isinstance(variables, Mapping | None) or not all(isinstance(name, str) for name in variables or ()):
+        example = "{'enable_thinking': False}"
+        raise UsageError(f"chat_template_kwargs={variables!r:.60}; allowed: a dictionary, such as {example}")
+    if not isinstance(goes_on, bool):
+        raise UsageError(f"continue_final_message={goes_on!r:.60}; allowed: True or False")
+    return ChatForm(_checked_tools(options.pop("tools", None)), not goes_on, goes_on, variables=dict(variables or {}))
+
+
+def _checked_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
+    """The tools of a call. UsageError for the first that is not a JSON schema of a function."""
     allowed = "allowed: {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
     if not isinstance(tools, list | tuple):
         if tools is None:
@@ -91,7 +114,7 @@ def check_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise UsageError(f"tool {number} is {tool!r:.60}; {allowed}")
-    return tools
+    return tuple(tools)
 
 
 def read_ids(token_ids: Any, vocab_size: int) -> list[int]:
@@ -227,30 +250,45 @@ class RequestReader:
     """Reads requests for one target: its tokenizer, vocabulary and context length.
 
     no_predictions: why requests cannot have predictions, and what is allowed; empty if they can. compiled: constraints
-    that readers share; None for this reader's own. tools: JSON schemas of functions that conversations offer.
+    that readers share; None for this reader's own. form: what the chat template is given besides the messages.
     """
 
     target: RunningModel
     no_predictions: str = ""
     compiled: CompiledGrammars | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
+    form: ChatForm = PLAIN_CHAT
 
     @cached_property
     def grammars(self) -> CompiledGrammars:
         """Constraints, compiled for the target's vocabulary."""
         return self.compiled or CompiledGrammars(self.target, self.target.backend.vocab_size)
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> RequestReader:
-        """A reader of conversations that offer these tools. UsageError if its chat template reads none."""
-        if not tools:
+    def with_form(self, form: ChatForm) -> RequestReader:
+        """A reader of conversations in this form. UsageError for tools that its chat template does not read."""
+        if form == PLAIN_CHAT:
             return self
         tokenizer, name = self.target.tokenizer, self.target.name
-        if not isinstance(tokenizer, TokenizerDetails) or "tools" not in tokenizer.template_variables():
+        reads_tools = isinstance(tokenizer, TokenizerDetails) and "tools" in tokenizer.template_variables()
+        if form.tools and not reads_tools:
             raise UsageError(f"tools, which the chat template of {name!r} does not read; allowed: no tools")
-        return replace(self, tools=tools, compiled=self.grammars)
+        return replace(self, form=form, compiled=self.grammars)
+
+    def _check_form(self, prompt: Any, chat: bool) -> None:
+        """Refuse options of the chat template for a prompt that it does not render."""
+        tools, goes_on, variables = self.form.tools, self.form.goes_on, self.form.variables
+        asked = {"tools": tools, "continue_final_message": goes_on, "chat_template_kwargs": variables}
+        name = next((name for name, value in asked.items() if value), None)
+        if name is not None and self._messages(prompt, chat) is None:
+            what = "token ids" if is_ids(prompt) else "a text without the chat template"
+            raise UsageError(f"{name} with {what}; allowed: with chat messages")
+        if goes_on and isinstance(prompt, str):
+            raise UsageError(
+                "continue_final_message with a text; allowed: with chat messages, of which it continues the last"
+            )
 
     def encode(self, prompt: Prompt, *, chat: bool) -> list[int]:
         """The token ids a prompt stands for. chat: texts are rendered by the chat template, if there is one."""
+        self._check_form(_single(prompt), chat)
         return self._encode(_single(prompt), chat)
 
     def _encode(self, prompt: Any, chat: bool) -> list[int]:
@@ -271,17 +309,23 @@ class RequestReader:
         if isinstance(prompt, str):
             check_text("prompt", prompt)
             messages = self._messages(prompt, chat)
-            return tokenizer.encode(prompt) if messages is None else tokenizer.chat(messages)
+            return tokenizer.encode(prompt) if messages is None else self._rendered(messages)
         for message in prompt:
             if isinstance(message.get("content"), str):
                 check_text("prompt (a chat message)", message["content"])
-        return tokenizer.chat(prompt, ChatForm(tools=self.tools)) if self.tools else tokenizer.chat(prompt)
+        return self._rendered(prompt)
+
+    def _rendered(self, messages: list[Message]) -> list[int]:
+        assert self.target.tokenizer is not None
+        # a caller's own tokenizer may have no forms
+        return self.target.tokenizer.chat(messages, *(() if self.form == PLAIN_CHAT else (self.form,)))
 
     def sample_rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[list[Row]]:
         """`params.n` rows per prompt; the first has the request's seed, the others seeds derived from it."""
         all_params = _params_of_each(params, len(prompts))
         groups: list[list[Row]] = []
         for prompt, request in zip(prompts, all_params, strict=True):
+            self._check_form(_single(prompt), chat)
             per_text = replace(request, n=1) if isinstance(request, SamplingParams) and request.n > 1 else request
             first = self._row(len(groups), _single(prompt), per_text, chat, _name(len(groups), prompts))
             seeds = further_seeds(first.seed, request.n)
@@ -293,6 +337,8 @@ class RequestReader:
 
     def rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[Row]:
         """One row per prompt, given in any form; params: None, one for all, or one per prompt."""
+        for prompt in prompts:
+            self._check_form(_single(prompt), chat)
         pairs = enumerate(zip(prompts, _params_of_each(params, len(prompts)), strict=True))
         return [self._row(i, _single(prompt), row_params, chat, _name(i, prompts)) for i, (prompt, row_params) in pairs]
 
@@ -322,7 +368,9 @@ class RequestReader:
         watch = self._stop_watch(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop = None if watch is None else watch.completes_stop
-        row = Row(index, tokens, params, seed, ends, stop, messages=self._messages(prompt, chat))
+        # a draft model's own template may have no form for tools, its own variables or a continued answer
+        messages = self._messages(prompt, chat) if self.form == PLAIN_CHAT else None
+        row = Row(index, tokens, params, seed, ends, stop, messages=messages)
         row.prediction = self._prediction(params)
         if params.constraint is not None:
             row.constraint = self.grammars.constraint(params.constraint, ends)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field, replace
 from heapq import heappop, heappush
+from math import isfinite
 from typing import Any
 
 from slipstream.checks import counted
@@ -18,7 +19,7 @@ from slipstream.errors import UsageError, one_line
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import TokenTexts, VisibleText, visible_text
 from slipstream.text.round_view import RoundLines, percent, round_lines, to_html
-from slipstream.tokenization.tokenizer import Tokenizer, ToolCall
+from slipstream.tokenization.tokenizer import Tokenizer, ToolCall, ToolCallParser
 
 SHOWN = 40  # characters of a text in a repr
 
@@ -150,7 +151,7 @@ class Result:
     """The answer to a prompt. token_ids exclude the prompt; text is cut before a stop string; `str` is the text.
 
     alternatives: the other n - 1 texts of a request with n > 1, each a `Result` with the seed that repeats it.
-    tool_calls: the calls that an answer of `SpeculativeDecoder.chat` makes; their texts are part of `text` as well.
+    tool_calls: the calls that an answer makes, if tools were given; their texts are part of `text` as well.
     """
 
     text: str
@@ -190,7 +191,7 @@ class Result:
         plain = ("text", "token_ids", "finish_reason", "error", "seed", "prompt_token_ids")
         return {name: getattr(self, name) for name in plain} | {
             "stats": self.stats.to_dict(),
-            "logprobs": None if self.logprobs is None else [asdict(token) for token in self.logprobs],
+            "logprobs": None if self.logprobs is None else [logprobs_dict(token) for token in self.logprobs],
             "rounds": [_round(round) for round in self.rounds],
             "alternatives": [other.to_dict() for other in self.alternatives],
             "tool_calls": [asdict(call) for call in self.tool_calls],
@@ -205,6 +206,21 @@ class Result:
 
     def _repr_html_(self) -> str:
         return to_html(self.rounds, self.tokenizer)
+
+
+def logprobs_dict(entry: TokenLogprobs) -> dict[str, Any]:
+    """Log-probabilities as JSON values, which have no minus infinity: null for a probability of 0."""
+    top = [(token, value if isfinite(value) else None) for token, value in entry.top]
+    return asdict(entry) | {"logprob": entry.logprob if isfinite(entry.logprob) else None, "top": top}
+
+
+def with_calls(result: Result, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]]) -> Result:
+    """An answer, and its alternatives, with the calls of tools that they make."""
+    if not tools or not isinstance(tokenizer, ToolCallParser):
+        return result
+    parsed = tokenizer.parse_answer(result.prompt_token_ids, result.token_ids, tools)
+    others = [with_calls(other, tokenizer, tools) for other in result.alternatives]
+    return replace(result, alternatives=others, tool_calls=() if parsed is None else parsed.calls)
 
 
 def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Result:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from slipstream.errors import UsageError, did_you_mean, one_line
 from slipstream.tokenization import tool_calls
 from slipstream.tokenization.byte_vocabulary import ByteTokens
 from slipstream.tokenization.hf_byte_tokens import TokenNames, read_byte_tokens
 from slipstream.tokenization.tokenizer import PLAIN_CHAT, CallForm, ChatForm, ParsedAnswer, check_text
+
+log = logging.getLogger("slipstream")
 
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that callers cannot set
 
@@ -72,6 +75,8 @@ class HFTokenizer:
             )
         if form.variables:
             self._check_variables(form)
+        if form.tools and self._writes_unread_calls:
+            _warn_of_unread_calls(self._template_for(form))
         text = self._rendered_parts(messages, form)
         check_text("the conversation as the chat template writes it", text)
         return self.bare(text)
@@ -108,7 +113,7 @@ class HFTokenizer:
 
     def _check_variables(self, form: ChatForm) -> None:
         """Refuse variables that the template does not read, among them those that control transformers itself."""
-        readable = self.template_variables() - OWN
+        readable = self._variables_in(self._template_for(form)) - OWN
         for name in form.variables:
             if name not in readable:
                 allowed = ", ".join(sorted(readable)) or "none, this template reads no others"
@@ -116,16 +121,30 @@ class HFTokenizer:
                     f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}{did_you_mean(name, *readable)}"
                 )
 
-    def _template_sources(self) -> list[str]:
-        templates = self.inner.chat_template
-        return list(templates.values()) if isinstance(templates, dict) else [templates] if templates else []
+    @cached_property
+    def _writes_unread_calls(self) -> bool:
+        return tool_calls.writes_unread_calls(self.inner)
+
+    def _template_for(self, form: ChatForm) -> str:
+        """The template that renders this form: of several, the one that is named tool_use or default."""
+        try:
+            return str(self.inner.get_chat_template(tools=list(form.tools) or None))
+        except ValueError as error:
+            raise UsageError(f"the chat template cannot be used: {one_line(error)}") from error
+
+    def _templates(self) -> set[str]:
+        """The templates that requests can reach, with tools or without."""
+        forms = (PLAIN_CHAT, ChatForm(tools=[{}])) if self.has_chat_template else ()
+        return {self._template_for(form) for form in forms}
+
+    def _variables_in(self, template: str) -> frozenset[str]:
+        return _names_of(template)[0] - set(self.inner.special_tokens_map)
 
     def template_variables(self) -> frozenset[str]:
-        names = frozenset[str]().union(*(_names_of(source)[0] for source in self._template_sources()))
-        return names - set(self.inner.special_tokens_map) - {"raise_exception", "strftime_now"}
+        return frozenset[str]().union(*map(self._variables_in, self._templates()))
 
     def template_fields(self) -> frozenset[str]:
-        return frozenset[str]().union(*(_names_of(source)[1] for source in self._template_sources()))
+        return frozenset[str]().union(*(_names_of(template)[1] for template in self._templates()))
 
     def special_ids(self) -> frozenset[int]:
         added, unknown = self.inner.added_tokens_decoder, self.inner.unk_token_id
@@ -142,7 +161,7 @@ class HFTokenizer:
         parts = (
             type(self.inner).__name__,
             rules,
-            self._template_sources(),
+            [self.inner.chat_template] if self.inner.chat_template else [],
             getattr(self.inner, "response_template", None),
             sorted((name, str(token)) for name, token in self.inner.special_tokens_map.items()),
             [getattr(self.inner, name, None) for name in ("add_bos_token", "add_eos_token")],
@@ -189,15 +208,24 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(16)
+def _warn_of_unread_calls(template: str) -> None:
+    log.warning(
+        "tools: this chat template writes calls in a form that Slipstream does not read; calls stay in the text, and "
+        "Result.tool_calls is empty"
+    )
+
+
+@lru_cache(16)
 def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
     """The variables of a chat template, and all names that may be those of a message's fields."""
     try:
-        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        environment = _compile_jinja_template(template).environment  # the one that renders it, with all its extensions
+        parsed = environment.parse(template)
     except TemplateError as error:
         raise UsageError(f"the chat template cannot be read: {one_line(error)}") from error
     attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
     texts = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
-    return frozenset(meta.find_undeclared_variables(parsed)), frozenset(attributes | texts)
+    return frozenset(meta.find_undeclared_variables(parsed)) - environment.globals.keys(), frozenset(attributes | texts)
 
 
 def _backend_alone_decodes(kind: Any) -> bool:

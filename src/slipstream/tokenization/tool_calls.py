@@ -111,6 +111,24 @@ def call_form(tokenizer: Any) -> CallForm | None:
     return form if is_same or template is TAGGED else None
 
 
+def writes_unread_calls(tokenizer: Any) -> bool:
+    """True if the chat template itself writes a call that `parse` does not find."""
+    if getattr(tokenizer, "response_template", None) is not None:
+        return False
+    name = NAMES[0]
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}]
+    question = [{"role": "user", "content": "hi"}]
+    calls = [{"type": "function", "function": {"name": name, "arguments": dict(ARGUMENTS)}}]
+    try:
+        before = tokenizer.apply_chat_template(question, tools=tools, tokenize=False)
+        after = [*question, {"role": "assistant", "content": "", "tool_calls": calls}]
+        answer = tokenizer.apply_chat_template(after, tools=tools, tokenize=False).removeprefix(before)
+    except Exception:  # a template may raise anything, and then it writes no calls
+        return False
+    ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    return name in answer and parse(tokenizer, [], ids, tools) is None
+
+
 def _calls_of(template: Mapping[str, Any] | None) -> Mapping[str, Any]:
     calls = {} if template is None else template.get("fields", {}).get("tool_calls", {})
     return calls if isinstance(calls, Mapping) else {}

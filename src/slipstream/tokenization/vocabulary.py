@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from slipstream.errors import UsageError
 from slipstream.tokenization.byte_vocabulary import RunningModel
-from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.tokenization.tokenizer import Tokenizer
-
-SPECIAL = ("bos", "eos", "pad")
 
 
 @dataclass(frozen=True)
@@ -30,15 +27,6 @@ class VocabularyInfo:
     def of(model: RunningModel) -> VocabularyInfo:
         """The vocabulary of a loaded model."""
         return VocabularyInfo(model.name, model.backend.vocab_size, model.end_ids, model.tokenizer)
-
-    @property
-    def special(self) -> dict[str, str]:
-        """The tokens that the tokenizer has for the roles in SPECIAL, each with its id in words."""
-        if not isinstance(self.tokenizer, HFTokenizer):
-            return {}
-        inner = self.tokenizer.inner
-        named = {name: (getattr(inner, f"{name}_token"), getattr(inner, f"{name}_token_id")) for name in SPECIAL}
-        return {name: f"{token!r} ({number})" for name, (token, number) in named.items() if token is not None}
 
 
 def same_vocabulary(target: RunningModel, draft: RunningModel) -> bool:

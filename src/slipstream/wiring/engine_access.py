@@ -27,7 +27,7 @@ from slipstream.reproducibility.calibration import Calibration
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.requests import Prompt, RequestReader
 from slipstream.text.results import Result, result_of
-from slipstream.tokenization.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, Tokenizer
 from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 from slipstream.wiring.engine_choice import EngineChoice, choose_engine
 from slipstream.wiring.model_pair import ModelPair
@@ -94,17 +94,21 @@ class EngineAccess:
         """
         return Scheduler(self._engine, self.config.max_batch_size, lock=lambda: self._use, turn=self._turn)
 
-    def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
+    def rows(
+        self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True, form: ChatForm = PLAIN_CHAT
+    ) -> list[Row]:
         """The rows `generate` would decode for these prompts; for callers that run them with `run`."""
         with self._use:
             self.renew()
-            return self.reader.rows(list(prompts), params, chat=chat)
+            return self.reader.with_form(form).rows(list(prompts), params, chat=chat)
 
-    def sample_rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[list[Row]]:
+    def sample_rows(
+        self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True, form: ChatForm = PLAIN_CHAT
+    ) -> list[list[Row]]:
         """The rows of each prompt: as many as its `n`, each with a seed of its own."""
         with self._use:
             self.renew()
-            return self.reader.sample_rows(list(prompts), params, chat=chat)
+            return self.reader.with_form(form).sample_rows(list(prompts), params, chat=chat)
 
     def run(self, rows: Sequence[Row]) -> Generator[Round]:
         """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`.

@@ -47,6 +47,22 @@ def test_a_template_gets_the_whole_conversation() -> None:
     assert chat.turns[1].prompt_ids == chat.decoder.encode([*chat.messages[:3], {"role": "user", "content": "again"}])
 
 
+def test_answers_begin_as_asked_and_the_template_gets_its_variables() -> None:
+    chat = letters(reproducible=False)
+    inner = chat.decoder.tokenizer.inner
+    inner.chat_template = "{% if loud %}x{% endif %}" + inner.chat_template
+    chat.answer_start, chat.template_kwargs = "so", {"loud": True}
+    type_in(chat, "hello")
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "so"}]
+    options: Any = {"chat_template_kwargs": {"loud": True}, "continue_final_message": True}
+    (turn,) = chat.turns
+    assert turn.prompt_ids == chat.decoder.encode(messages, **options) and turn.answer.startswith("so")
+    assert "".join(face(chat).pieces) == turn.answer + "\n"
+    bare = toy()
+    bare.answer_start = "so"
+    assert "--answer-start needs a chat template, which 'toy' lacks" in refused(bare, "hello")
+
+
 def test_the_second_turn_computes_only_what_is_new() -> None:
     chat = letters(reproducible=False)
     type_in(chat, "one two three " * 5, "four", "five")

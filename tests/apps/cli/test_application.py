@@ -13,6 +13,7 @@ from slipstream import SamplingParams, SpeculativeDecoder, __version__
 from slipstream.apps import cli
 from slipstream.apps.cli import compare, demo, verify
 from slipstream.config import DecoderConfig
+from tests.support import tiny_models
 from tests.support.command_line import run
 from tests.support.markers import subcases
 from tests.support.wrong_acceptance_rules import load_wrong_rule
@@ -273,8 +274,8 @@ def test_help_shows_the_usual_options_and_help_all_shows_every_one(capsys, monke
 
 def test_models_check_says_whether_a_pair_is_usable(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "-v", "--json", str(file))
-    assert code == 0 and "usable as is" in out and json.loads(file.read_text())["usable"]
+    code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "--json", str(file))
+    assert code == 0 and "have the same tokens" in out and json.loads(file.read_text())["usable"]
     code, _, err = run(capsys, monkeypatch, "models", "check", "toy", "/nowhere/at/all")
     assert code == 2 and "/nowhere/at/all" in err and len(err.strip().splitlines()) == 1
 
@@ -313,12 +314,19 @@ def test_the_demo_shows_every_prompt_side_by_side_and_a_next_step(capsys, monkey
     """The toy stands in for the model that the demo downloads."""
     monkeypatch.setattr(demo, "EMBEDDED", "toy")
     file = tmp_path / "demo.json"
-    arguments = ("demo", "--max-tokens", "24", "--repeats", "1", "--json", str(file))
+    arguments = ("demo", "--max-tokens", "90", "--repeats", "1", "--json", str(file))
     code, out, err = run(capsys, monkeypatch, *arguments)
     assert code == 0 and "the text stays the same" in " ".join(err.split())
     assert [line[:4] for line in out.splitlines() if re.match(r"\d/\d ", line)] == [f"{n}/4 " for n in (1, 2, 3, 4)]
     captions = re.findall(r"\d\.\d\dx \((?:as fast|within noise|faster|slower)\): ", out)
     assert len(captions) == 4 and "4 of 4 texts identical to plain decoding" in " ".join(out.split())
+    lines, wrapped = out.splitlines(), 0
+    for number, line in enumerate(lines):
+        if "plain, " in line:
+            column, texts = line.index("speculative, "), lines[number + 2 : lines.index("", number)]
+            wrapped += len(texts) > 1
+            assert [text[:column].strip() for text in texts] == [text[column:].strip() for text in texts]
+    assert wrapped
     assert 'slipstream generate "Why is the sky blue?"' in out
     report = json.loads(file.read_text())
     assert report["target"] == "toy" and len(report["prompts"]) == 4
@@ -351,3 +359,24 @@ def test_statistics_of_a_batch_say_that_a_rule_is_lossy(capsys, monkeypatch, tmp
     for more in ((), ("-p", "A sparrow")):
         assert run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *more, *lossy)[0] == 0
         assert not json.loads(file.read_text())["results"][0]["stats"]["lossless"]
+
+
+@pytest.mark.parametrize("more", [(), ("-p", "A sparrow")])
+def test_generate_passes_its_options_to_the_template(
+    capsys, monkeypatch, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    template = "{% if loud %}!{% endif %}{% for m in messages %}{{ m.content }}: {% endfor %}"
+    inner = tiny_models.tokenizer(template=template)
+    tiny_models.fresh("llama").save_pretrained(tmp_path)
+    inner.save_pretrained(tmp_path)
+    arguments = ("--target", str(tmp_path), "--max-tokens", "8", "--reproducible", "false", "--dtype", "float32")
+    form = ("--chat-template-kwargs", '{"loud": true}', "--answer-start", "so")
+    file = tmp_path / "result.json"
+    code, _, err = run(capsys, monkeypatch, "generate", "-p", "hello", *more, *arguments, *form, "--json", str(file))
+    assert code == 0, err
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "so"}]
+    decoder = SpeculativeDecoder(str(tmp_path), reproducible=False, dtype="float32")
+    asked = decoder.chat(messages, max_tokens=8, chat_template_kwargs={"loud": True}, continue_final_message=True)
+    assert decoder.decode(asked.prompt_token_ids) == "!hello: so"
+    results = json.loads(file.read_text())["results"]
+    assert results[0]["token_ids"] == asked.token_ids and len(results) == 1 + len(more) // 2

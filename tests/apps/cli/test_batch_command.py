@@ -145,9 +145,9 @@ def test_failed_lines_are_reported_with_exit_code_1(
         (("empty.jsonl", "out.jsonl"), "error: 'empty.jsonl' holds no requests; allowed: at least one line"),
         (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is IN and OUT; allowed: two files"),
         (("in.jsonl", "letter"), "error: 'letter', line 1: not a line of a job's output; allowed: a new file"),
-        (("in.jsonl", "out.jsonl", "--seed", "1"), "error: unknown option '--seed'"),
+        (("in.jsonl", "out.jsonl", "--seed", "1"), "error: no such option: --seed"),
         (("openai.jsonl", "out.jsonl", "--top-k", "3"), "error: line 1 has OpenAI's format, whose requests bring"),
-        (("in.jsonl",), "error: OUT is missing; allowed: slipstream batch [OPTIONS] IN OUT"),
+        (("in.jsonl",), "error: Missing argument 'OUT'."),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(

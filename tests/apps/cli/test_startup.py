@@ -61,8 +61,6 @@ WRONG = [
     ("generate", "--no-such-flag"),
     ("serve", "--host", "0.0.0.0"),
     ("serve", "--port", "70000"),
-    ("chat", "--url", "nowhere"),
-    ("chat", "--url", "http://127.0.0.1:1", "--draft", "x"),
     ("generate", *TOY, "--temperature", "abc"),
     ("generate", *TOY, "--temperature", "-1"),
     ("generate", *TOY, "--num-draft-tokens", "many"),

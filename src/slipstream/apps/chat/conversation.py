@@ -7,7 +7,7 @@ decoder's session compares the prompt with its cache, token by token, and reads 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from slipstream.core.rounds import FinishReason, Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.requests import Message
+from slipstream.text.requests import FormOptions, Message
 from slipstream.text.results import Chunk, Stats, statistics_line
 from slipstream.text.round_view import round_lines, time_split
 
@@ -95,14 +95,17 @@ def shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
 class Chat:
     """A conversation with a decoder.
 
-    speculative: False answers by plain decoding. cache: False empties the cache before every answer. debug: show the
-    rounds after every answer. closed: the user wants to leave.
+    answer_start: the first words of every answer, which the model continues. template_kwargs: variables that the chat
+    template reads. speculative: False answers by plain decoding. cache: False empties the cache before every answer.
+    debug: show the rounds after every answer. closed: the user wants to leave.
     """
 
     decoder: SpeculativeDecoder
     display: ChatDisplay
     params: SamplingParams = field(default_factory=SamplingParams)
     system: str = ""
+    answer_start: str = ""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     speculative: bool = True
     cache: bool = True
     debug: bool = False
@@ -135,8 +138,14 @@ class Chat:
         """Token ids of the conversation so far, with `text` as the user's next message."""
         tokenizer = self.decoder.tokenizer
         if tokenizer is not None and tokenizer.has_chat_template:
-            return self.decoder.encode([*self.messages, {"role": "user", "content": text}])
+            messages = [*self.messages, {"role": "user", "content": text}]
+            start = [{"role": "assistant", "content": self.answer_start}] if self.answer_start else []
+            form = FormOptions(chat_template_kwargs=self.template_kwargs, continue_final_message=bool(start))
+            return self.decoder.encode([*messages, *start], **form)
         name = self.decoder.target.name
+        if self.answer_start or self.template_kwargs:
+            what = "--answer-start" if self.answer_start else "--chat-template-kwargs"
+            raise UsageError(f"{what} needs a chat template, which {name!r} lacks; allowed: without it")
         if self._target_without_template != name:
             self._target_without_template = name
             self.display.remark(f"{name} has no chat template: it continues the raw text of the conversation")
@@ -154,6 +163,8 @@ class Chat:
         before = decoder.num_prefilled_tokens
         try:
             for chunk in decoder.stream(ids, params):
+                if not chunks and self.answer_start:
+                    self.display.token(self.answer_start)
                 chunks.append(chunk)
                 self.display.token(chunk.text)
         except KeyboardInterrupt:
@@ -163,7 +174,7 @@ class Chat:
         self.display.token("\n")
         turn = Turn(
             user=text,
-            answer="".join(chunk.text for chunk in chunks),
+            answer=self.answer_start + "".join(chunk.text for chunk in chunks),
             target=decoder.target.name,
             drafter=decoder.drafter_name,
             prompt_ids=ids,

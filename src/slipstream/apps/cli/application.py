@@ -215,16 +215,16 @@ def standard_input() -> str:
         raise UsageError(f"standard input is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text") from error
 
 
-def as_request(decoder: SpeculativeDecoder, prompt: NamedPrompt, system: str) -> Prompt:
-    """The prompt, after the system message if there is one."""
-    if not system:
+def as_request(decoder: SpeculativeDecoder, prompt: NamedPrompt, system: str, answer_start: str = "") -> Prompt:
+    """The prompt, between the system message and the beginning of the answer if there are any."""
+    if not system and not answer_start:
         return prompt.prompt
     tokenizer = decoder.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:
-        raise UsageError(
-            f"--system needs a chat template, which {decoder.target.name!r} lacks; allowed: --prompt alone"
-        )
-    return [{"role": "system", "content": system}, {"role": "user", "content": prompt.prompt}]
+        flag, name = "--system" if system else "--answer-start", decoder.target.name
+        raise UsageError(f"{flag} needs a chat template, which {name!r} lacks; allowed: --prompt alone")
+    roles = (("system", system), ("user", prompt.prompt), ("assistant", answer_start))
+    return [{"role": role, "content": text} for role, text in roles if text or role == "user"]
 
 
 def params_for(prompt: NamedPrompt, params: SamplingParams) -> SamplingParams:

@@ -13,7 +13,18 @@ import typer
 
 from slipstream.apps.cli.application import announce_loading, command, config_from, draft_name, load_decoder, write_json
 from slipstream.apps.cli.consoles import clock_time, err, progress_bar
-from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Raw, Structure, flags, option
+from slipstream.apps.cli.flags import (
+    OUTPUT,
+    PROMPTS,
+    Json,
+    Models,
+    Raw,
+    Structure,
+    TemplateKwargs,
+    flags,
+    json_object,
+    option,
+)
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.sampling.params import SamplingParams
@@ -26,7 +37,7 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 60.0  # between two progress lines, if there is no terminal for a bar
 
-Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's, or .parquet")]
+Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's")]
 Output = Annotated[
     Path,
     typer.Argument(
@@ -52,7 +63,7 @@ ModelName = Annotated[
     "batch",
     "slipstream batch requests.jsonl answers.jsonl",
     "slipstream batch in.jsonl out.jsonl --max-tokens 100 --raw",
-    "slipstream batch in.parquet out.jsonl --ray auto",
+    "slipstream batch in.jsonl out.jsonl --ray auto",
 )
 @flags(
     Models,
@@ -76,6 +87,7 @@ def batch_command(
     token_ids: TokenIds = False,
     model_name: ModelName = "",
     raw: Raw = False,
+    template_kwargs: TemplateKwargs = "{}",
     json_file: Json = None,
 ) -> None:
     """Answer a file of requests, line by line.
@@ -93,7 +105,14 @@ def batch_command(
         announce_loading(models)
     from slipstream.jobs.line_formats import JobOptions
 
-    options = JobOptions(params=structure.of(params), chat=not raw, model_name=model_name, token_ids=token_ids)
+    variables = json_object("--chat-template-kwargs", template_kwargs)
+    options = JobOptions(
+        params=structure.of(params),
+        chat=not raw,
+        chat_template_kwargs=variables,
+        model_name=model_name,
+        token_ids=token_ids,
+    )
     job: BatchJob | RayJob
     if cluster.ray:
         job, draft = _ray_job(models, config, files, options, cluster), models.draft

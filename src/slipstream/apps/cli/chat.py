@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,20 +11,29 @@ from typing import TYPE_CHECKING, Annotated
 from rich.text import Text
 
 from slipstream.apps.chat.markdown_stream import MarkdownStream
-from slipstream.apps.chat.remote_chat import RemoteChat
 from slipstream.apps.cli.application import announce_loading, command, config_from, load_decoder
 from slipstream.apps.cli.command_classes import definition_lines
 from slipstream.apps.cli.consoles import err, out, print_error, write_raw
-from slipstream.apps.cli.flags import MODELS, PROMPTS, Models, Structure, flags, option
+from slipstream.apps.cli.flags import (
+    PROMPTS,
+    AnswerStart,
+    Models,
+    Structure,
+    TemplateKwargs,
+    flags,
+    json_object,
+    option,
+)
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError, os_reason
 from slipstream.models.cache_folder import cache_folder
-from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
 from slipstream.tokenization.tokenizer import check_text
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+
+    from slipstream.apps.chat.conversation import Chat
 
 LENGTH = 512  # tokens per answer
 HOW_TO_LEAVE = "Ctrl-D or /quit leaves"
@@ -36,7 +44,7 @@ KEYS = f"/help lists the commands, Alt-Enter begins a new line, Ctrl-C stops an 
     "chat",
     "slipstream chat",
     "slipstream chat --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
-    "slipstream chat --url http://127.0.0.1:8000",
+    """slipstream chat --system "Be brief." --chat-template-kwargs '{"enable_thinking": false}'""",
 )
 @flags(Models, DecoderConfig, SamplingParams, Structure, also=("prediction",), max_tokens=LENGTH)
 def chat_command(
@@ -47,74 +55,43 @@ def chat_command(
     system: Annotated[
         str, option(PROMPTS, "--system", text="what the model is told before the conversation", metavar="TEXT")
     ] = "",
+    answer_start: AnswerStart = "",
+    template_kwargs: TemplateKwargs = "{}",
     history: Annotated[
         Path | None,
         option(PROMPTS, "--history", text="file of lines typed before; default: in the cache folder", metavar="FILE"),
     ] = None,
-    url: Annotated[
-        str,
-        option(
-            MODELS,
-            "--url",
-            text="talk to a server, whose model --model then names; key in SLIPSTREAM_API_KEY or OPENAI_API_KEY",
-            metavar="URL",
-        ),
-    ] = "",
 ) -> None:
     """Talk with a model; /help lists the commands."""
     config, params = config_from(config, models.config_file), structure.of(params)
     check_text("--system", system)
+    check_text("--answer-start", answer_start)
+    variables = json_object("--chat-template-kwargs", template_kwargs)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     file = history or cache_folder() / "chat_history"
     if at_terminal:
         _check_terminal(file)
     screen = Screen()
     try:
-        _converse(screen, models, config, params, system, url, file if at_terminal else None)
+        if not err.is_terminal:
+            announce_loading(models)
+        decoder = load_decoder(models, config)
+        from slipstream.apps.chat.conversation import Chat
+
+        conversation = Chat(decoder, screen, params, system, answer_start, variables)
+        _converse(conversation, screen, file if at_terminal else None)
     finally:
         screen.close()
 
 
-def _converse(
-    screen: Screen,
-    models: Models,
-    config: DecoderConfig,
-    params: SamplingParams,
-    system: str,
-    url: str,
-    history: Path | None,
-) -> None:
+def _converse(conversation: Chat, screen: Screen, history: Path | None) -> None:
     """Answer lines until the user leaves. history: file of lines typed at a terminal; None: they come from a pipe."""
-    if url:
-        _check_remote(models, config)
-        model = "" if models.target == EMBEDDED else models.target
-        _talk_to_server(RemoteChat(url, screen, params, system, model), history)
-        return
-    if not err.is_terminal:
-        announce_loading(models)
-    decoder = load_decoder(models, config)
-    from slipstream.apps.chat.conversation import Chat
     from slipstream.apps.chat.slash_commands import complete, handle
 
-    conversation = Chat(decoder, screen, params, system)
     if history is not None:
-        screen.remark(f"{models.target}, drafter {decoder.drafter_name}; {KEYS}")
+        screen.remark(f"{conversation.decoder.target.name}, drafter {conversation.decoder.drafter_name}; {KEYS}")
     for line in _piped() if history is None else _lines(_session(history, complete)):
         handle(conversation, line)
-        if conversation.closed:
-            break
-
-
-def _check_remote(models: Models, config: DecoderConfig) -> None:
-    if replace(models, target=EMBEDDED) != Models() or config != DecoderConfig():
-        raise UsageError("--url leaves decoding to the server; allowed: without --draft and decoder options")
-
-
-def _talk_to_server(conversation: RemoteChat, history: Path | None) -> None:
-    """Pass each line of input to a conversation with a server. history: as in `_converse`."""
-    conversation.display.remark(f"{conversation.model} at {conversation.url}; /help lists the commands, {HOW_TO_LEAVE}")
-    for line in _piped() if history is None else _lines(_session(history, lambda text: [])):
-        conversation.handle(line)
         if conversation.closed:
             break
 

@@ -1,4 +1,4 @@
-"""Typer's commands with help that fits the terminal, and with one line in our own words for wrong use."""
+"""Typer's commands with help that fits the terminal, and refusals that Typer lacks."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ FIRST = (
     "Decoder",
 )
 LAST = ("Output", "Options", "Examples")
-NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
 RANGES = {r"\bx>=(\d+)": r"\1 or more", r"\b(\d+)<=x<=(\d+)": r"\1 to \2"}  # as typer writes them in help
-BOUNDS = {r"greater than or equal to (\S+)": r"\1 or more", r"less than or equal to (\S+)": r"\1 or less"}
 
 
-class _Worded:
-    """What `Command` and `Group` share: parsing whose errors are ours."""
+class _Checked:
+    """What `Command` and `Group` share."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; a refusal is a `UsageError` that repeats the value."""
-        words = list(args)
+        """Parse; an empty value is refused, and an unknown option gets the name that may have been meant."""
         for option in self.get_params(ctx):  # type: ignore[attr-defined]
-            if option.param_type_name == "option" and _needs_text(option) and "" in _values(words, option.opts):
+            if option.param_type_name == "option" and _needs_text(option) and "" in _values(args, option.opts):
                 flag = max(option.opts, key=len)
                 raise UsageError(f"{flag} ''; allowed: {flag} {option.metavar or 'VALUE'}")
         try:
             return list(super().parse_args(ctx, args))  # type: ignore[misc]
-        except typer.BadParameter as error:
-            raise UsageError(_bad_value(error, ctx, words)) from error
         except TyperException as error:
-            raise UsageError(_reworded(error.format_message(), ctx)) from error
+            match = re.match(r"No such option:? '?(-[^\s']*)", error.format_message())
+            if match is None:
+                raise
+            names = [name for option in ctx.command.params for name in option.opts if name.startswith("--")]
+            listing = f"; `{ctx.command_path} {'--help-all' if '--help-all' in names else '--help'}` lists them"
+            raise UsageError(f"no such option: {match[1]}{did_you_mean(match[1], *names) or listing}") from error
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
         """The names of the help option, in the same order every time."""
@@ -70,7 +70,7 @@ class _Worded:
                 formatter.write("".join(f"  {line}\n" for line in epilog.splitlines()))
 
 
-class Command(_Worded, TyperCommand):
+class Command(_Checked, TyperCommand):
     """A command whose help has the sections that its options name (`rich_help_panel`)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -115,7 +115,7 @@ class Command(_Worded, TyperCommand):
         _write(formatter, {title: sections[title] for title in (*FIRST, *others, *LAST) if title in sections})
 
 
-class Group(_Worded, TyperGroup):
+class Group(_Checked, TyperGroup):
     """The list of commands, in sections."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -210,43 +210,6 @@ def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
         with formatter.section(title):
             formatted = definition_lines(lines, formatter.width, formatter.current_indent)
             formatter.write("".join(f"{line}\n" for line in formatted))
-
-
-def _bad_value(error: typer.BadParameter, ctx: Any, words: Sequence[str]) -> str:
-    """The message about a value that an option cannot have, or about a missing argument."""
-    if error.param is None:
-        return _reworded(error.format_message(), ctx)
-    values = _values(words, error.param.opts)
-    if not values and error.param.name in (ctx.default_map or {}):
-        values = [str(ctx.default_map[error.param.name])]  # from a plan file
-    if not values:
-        return _reworded(error.format_message(), ctx)
-    allowed = error.message
-    if allowed.startswith("Input should be "):
-        allowed = allowed.removeprefix("Input should be ").partition(",")[0]
-    for pattern, plain in BOUNDS.items():
-        allowed = re.sub(pattern, plain, allowed)
-    return f"{max(error.param.opts, key=len)} {' '.join(values)!r}; allowed: {NUMBERS.get(allowed, allowed)}"
-
-
-def _reworded(message: str, ctx: Any) -> str:
-    """A message of the parser in our words; an unknown message only gets a lower-case beginning."""
-    options = {name: option for option in ctx.command.params for name in (*option.opts, *option.secondary_opts)}
-    if match := re.match(r"No such option:? '?(-[^\s']*)", message):
-        near = did_you_mean(match[1], *(name for name in options if name.startswith("--")))
-        has_all = "--help-all" in options
-        listed = f"; `{ctx.command_path} {'--help-all' if has_all else '--help'}` lists them"
-        return f"unknown option {match[1]!r}{near or listed}"
-    if match := re.match(r"Option '?(-[^\s']*?)'? requires an argument", message):
-        return f"{match[1]} needs a value; allowed: {match[1]} {options[match[1]].metavar or 'VALUE'}"
-    if match := re.match(r"Option '?(-[^\s']*?)'? does not take a value", message):
-        return f"{match[1]} takes no value; allowed: {match[1]} alone"
-    usage = " ".join(ctx.get_usage().split()).removeprefix("Usage: ")
-    if match := re.match(r"Got unexpected extra argument(?:\(s\)|s)? \((.*)\)", message):
-        return f"unexpected argument {match[1].split(' ')[0]!r}; allowed: {usage}"
-    if match := re.match(r"Missing argument '[\[{]*(.*?)[\]}]*'", message):
-        return f"{match[1].upper()} is missing; allowed: {usage}"
-    return message[:1].lower() + message[1:]
 
 
 def _values(args: Sequence[str], names: Sequence[str]) -> list[str]:

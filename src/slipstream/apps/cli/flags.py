@@ -63,11 +63,12 @@ def _switch(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _json_object(text: str) -> Any:
+def json_object(flag: str, text: str) -> Any:
+    """The value of an option that is written as JSON."""
     try:
         return json.loads(text or "{}")
     except UNREADABLE as error:
-        raise UsageError(f"--load-options {text!r:.80} is not JSON: {why_unreadable(error)}") from error
+        raise UsageError(f"{flag} {text!r:.80} is not JSON: {why_unreadable(error)}") from error
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:
@@ -136,7 +137,7 @@ WRITTEN = {
     "draft_context": Written(str, _number_or_word, "N|NAME"),
     "fast": Written(str, _switch, "SWITCH"),
     "reproducible": Written(str, _switch, "SWITCH"),
-    "load_options": Written(str, _json_object, "JSON"),
+    "load_options": Written(str, functools.partial(json_object, "--load-options"), "JSON"),
     "logit_bias": Written(list[str], _biases, "TOKEN_ID=NUMBER", f", e.g. 198=-5; {SEVERAL}"),
     "bad_words": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
     "stop": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
@@ -324,6 +325,20 @@ Limit = Annotated[int | None, _limit()]
 FileCategory = Annotated[list[str], _category(hidden=True)]
 FileLimit = Annotated[int | None, _limit(hidden=True)]
 Raw = Annotated[bool, option(PROMPTS, "--raw", text="no chat template around the prompt")]
+AnswerStart = Annotated[
+    str,
+    option(PROMPTS, "--answer-start", text="the first words of the answer, which the model continues", metavar="TEXT"),
+]
+TemplateKwargs = Annotated[
+    str,
+    option(
+        PROMPTS,
+        "--chat-template-kwargs",
+        text="variables that the chat template reads, e.g. '{\"enable_thinking\": false}'",
+        metavar="JSON",
+        show_default=False,
+    ),
+]
 System = Annotated[str, option(PROMPTS, "--system", text="system message before the prompt", metavar="TEXT")]
 Repeats = Annotated[
     int, option(MEASURING, "--repeats", text="runs of each arm on each prompt; times are medians", metavar="N", min=1)

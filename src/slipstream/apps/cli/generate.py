@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,7 +20,18 @@ from slipstream.apps.cli.application import (
     write_json,
 )
 from slipstream.apps.cli.consoles import TextWriter, err, out, print_text, progress_bar
-from slipstream.apps.cli.flags import Debug, Json, Models, PromptSource, Structure, System, flags
+from slipstream.apps.cli.flags import (
+    AnswerStart,
+    Debug,
+    Json,
+    Models,
+    PromptSource,
+    Structure,
+    System,
+    TemplateKwargs,
+    flags,
+    json_object,
+)
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError, first_line
 from slipstream.sampling.params import SamplingParams
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
     from slipstream.core.rounds import Round
     from slipstream.core.types import Row
     from slipstream.decoder import SpeculativeDecoder
-    from slipstream.text.requests import Prompt
+    from slipstream.text.requests import FormOptions, Prompt
     from slipstream.text.results import Stats
 
 
@@ -49,23 +60,29 @@ def generate_command(
     params: SamplingParams,
     structure: Structure,
     system: System = "",
+    answer_start: AnswerStart = "",
+    template_kwargs: TemplateKwargs = "{}",
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
     """Write the answer to a prompt; several prompts run as a batch."""
     config, params = config_from(config, models.config_file), structure.of(params)
     prompts = gather_prompts(source)
-    if system and source.raw:
-        raise UsageError("--system beside --raw, which uses no chat template; allowed: one of the two")
+    variables = json_object("--chat-template-kwargs", template_kwargs)
+    for name, value in (("--system", system), ("--answer-start", answer_start), ("--chat-template-kwargs", variables)):
+        if value and source.raw:
+            raise UsageError(f"{name} beside --raw, which uses no chat template; allowed: one of the two")
     check_text("--system", system)
+    check_text("--answer-start", answer_start)
+    form: FormOptions = {"chat_template_kwargs": variables, "continue_final_message": bool(answer_start)}
     decoder = load_decoder(models, config)
-    requests = [as_request(decoder, prompt, system) for prompt in prompts]
+    requests = [as_request(decoder, prompt, system, answer_start) for prompt in prompts]
     if len(prompts) == params.n == 1:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         params = replace(params_for(prompts[0], params), seed=seed)
-        results = [_stream(decoder, requests[0], params, chat=not source.raw, debug=debug)]
+        results = [_stream(decoder, requests[0], params, form, chat=not source.raw, debug=debug)]
     else:
-        results = _batch(decoder, prompts, requests, params, chat=not source.raw, debug=debug)
+        results = _batch(decoder, prompts, requests, params, form, chat=not source.raw, debug=debug)
     write_json(json_file, {"target": models.target, "draft": draft_name(models, decoder), "results": results})
     if any(
         text["finish_reason"] == "error" for result in results for text in (result, *result.get("alternatives", ()))
@@ -74,14 +91,14 @@ def generate_command(
 
 
 def _stream(
-    decoder: SpeculativeDecoder, prompt: Prompt, params: SamplingParams, *, chat: bool, debug: bool
+    decoder: SpeculativeDecoder, prompt: Prompt, params: SamplingParams, form: FormOptions, *, chat: bool, debug: bool
 ) -> dict[str, Any]:
     """Print the text while it is generated; Ctrl-C ends the text, but not the report."""
     from slipstream.text.results import Stats
 
     chunks, interrupted, writer = [], False, TextWriter()
     try:
-        for chunk in decoder.stream(prompt, params, chat=chat):
+        for chunk in decoder.stream(prompt, params, chat=chat, **form):
             chunks.append(chunk)
             writer.write(chunk.text)
     except KeyboardInterrupt:
@@ -108,14 +125,17 @@ def _batch(
     prompts: list[NamedPrompt],
     requests: list[Prompt],
     params: SamplingParams,
+    form: FormOptions,
     *,
     chat: bool,
     debug: bool,
 ) -> list[dict[str, Any]]:
     """Generate all texts together; after Ctrl-C, or if a text fails, the others are still reported."""
+    from slipstream.text.requests import read_form
     from slipstream.text.results import Stats
 
-    groups = decoder.sample_rows(requests, [params_for(prompt, params) for prompt in prompts], chat=chat)
+    all_params = [params_for(prompt, params) for prompt in prompts]
+    groups = decoder.sample_rows(requests, all_params, chat=chat, form=read_form({**form}))
     rows = [row for group in groups for row in group]
     _run(decoder, rows)
     results: list[dict[str, Any]] = []
@@ -171,7 +191,7 @@ def _run(decoder: SpeculativeDecoder, rows: Sequence[Row]) -> None:
 
 def _report_logprobs(decoder: SpeculativeDecoder, rounds: Sequence[Round]) -> dict[str, Any]:
     """Print each token's log-probability and the likeliest tokens, if they were asked for, and return them for JSON."""
-    from slipstream.text.results import with_token_texts
+    from slipstream.text.results import logprobs_dict, with_token_texts
 
     if all(round.logprobs is None for round in rounds):
         return {}
@@ -181,7 +201,7 @@ def _report_logprobs(decoder: SpeculativeDecoder, rounds: Sequence[Round]) -> di
         likeliest = ", ".join(f"{text} {value:.3f}" for text, (_, value) in zip(top, entry.top, strict=True))
         line = f"{entry.logprob:8.3f}  {token}" + (f"  of  {likeliest}" if top else "")
         err.sentence(line)
-    return {"logprobs": [asdict(entry) for entry in reported]}
+    return {"logprobs": [logprobs_dict(entry) for entry in reported]}
 
 
 def _show_rounds(decoder: SpeculativeDecoder, rounds: Sequence[Round], debug: bool) -> None:

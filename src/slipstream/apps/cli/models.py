@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import wrap
 from typing import Annotated
 
 import typer
 
 from slipstream.apps.cli.application import SETTINGS, app, quiet_libraries, write_json
-from slipstream.apps.cli.command_classes import NARROW, Command, Group
+from slipstream.apps.cli.command_classes import Command, Group
 from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import NAMED, Json
 from slipstream.errors import SlipstreamError, UsageError
@@ -28,7 +27,6 @@ PAIRS = (
     ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
     ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
 )
-FINDING_COLUMN = 29  # where the third column of `VocabularyReport.lines` begins
 UNITS = (("year", 365 * 86400), ("month", 30 * 86400), ("day", 86400), ("hour", 3600), ("minute", 60))
 Name = Annotated[str, typer.Argument(help=f"{EMBEDDED} or a hub id, such as Qwen/Qwen3-0.6B", metavar="NAME")]
 
@@ -82,20 +80,19 @@ def check(
     target: Annotated[str, typer.Argument(help=NAMED)],
     draft: Annotated[str, typer.Argument(help="draft model or draft head, named like the target")],
     text: Annotated[
-        Path | None, typer.Option("--text", help="try drafts through bytes on this file's text", metavar="FILE")
+        Path | None, typer.Option("--text", help="try drafts through text on this file", metavar="FILE")
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="show all that was compared, and what follows from it")
-    ] = False,
     json_file: Json = None,
 ) -> None:
     """Can DRAFT draft for TARGET? The answer comes first.
 
-    Compares tokens, heads, special tokens and templates; weights are loaded only for a draft head. A draft model of
-    another vocabulary drafts through bytes; how much of its drafts is lost that way is tried on a text. A draft head
+    Compares tokens; weights are loaded only for a draft head. A draft model of another vocabulary drafts through text;
+    how much of its drafts is lost that way is tried on a text. A draft head
     guesses tokens of the target, with the settings of its config.json and with others that may have been meant. Exit
     code 1 if DRAFT cannot draft at all.
     """
+    if err.is_terminal:
+        err.sentence(f"reading {target} and {draft} ...", style="dim")
     quiet_libraries()
     if _check_as_head(target, draft, text, json_file):
         return
@@ -106,28 +103,10 @@ def check(
     sample = "" if text is None else "\n\n".join(prompt.prompt for prompt in read_prompts(text))
     report = compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft), sample)
     write_json(json_file, report.to_dict())
-    if report.usable:
-        out.sentence(report.verdict)
-    if report.usable and report.warning:
-        out.sentence(f"Warning: {report.warning}.")
-    for line in report.lines() if verbose else []:
-        _print_finding(line)
     if not report.usable:
-        raise SlipstreamError(f"{draft!r} cannot draft for {target!r}: {report.conclusion}")
-    if not verbose:
-        err.print("-v shows what was compared", style="dim")
-
-
-def _print_finding(line: str) -> None:
-    """Print a line of a report, whose third column stays in place on a wide terminal and follows on a narrow one."""
-    if not out.is_terminal:
-        out.print(line, soft_wrap=True)
-        return
-    indent = FINDING_COLUMN if line.startswith("  ") else 0
-    if indent and out.width < NARROW:
-        subject, mark, text = line[2:17].strip(), line[18:28].strip(), line[FINDING_COLUMN:]
-        line, indent = f"  {subject}: {mark}; {text}" if subject else f"      {text}", 6
-    out.print("\n".join(wrap(line, out.width, subsequent_indent=" " * indent, break_long_words=False)), markup=False)
+        raise SlipstreamError(f"{draft!r} cannot draft for {target!r}: {report.verdict}")
+    for line in (report.verdict, *report.notes):
+        out.sentence(line)
 
 
 def _check_as_head(target: str, draft: str, text: Path | None, json_file: Path | None) -> bool:
@@ -144,6 +123,7 @@ def _check_as_head(target: str, draft: str, text: Path | None, json_file: Path |
         return False
     if text is not None:
         raise UsageError(f"--text {str(text)!r} with the draft head {draft!r}; allowed: with a draft model")
+    err.sentence(f"loading {target} and trying {draft} on a text ...", style="dim")
     loaded = load(target, options)
     head = load_head(files, loaded, options)
     tried = agreement(head, loaded)

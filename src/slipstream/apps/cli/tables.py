@@ -36,6 +36,7 @@ from slipstream.text.round_view import percent
 from slipstream.tokenization.tokenizer import Tokenizer
 
 STYLES = {"accepted": "green", "forced": "yellow", "recovered": "red", "bonus": "cyan", "plain": ""}
+BESIDE_TEXTS = 5  # columns of borders and gaps around two texts
 SIDE_BY_SIDE = 76  # columns from which on two texts stand beside each other
 MEANINGS = {
     "accepted": "accepted draft token",
@@ -84,9 +85,9 @@ def side_by_side(comparison: Comparison, tokenizer: Tokenizer, width: int) -> Re
         if plain.result.token_ids == fast.result.token_ids:
             return Group(Text(f"{plain_title}; {fast_title}", "bold"), texts[1])
         return Group(Text(plain_title, "bold"), texts[0], Text(fast_title, "bold"), texts[1])
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
-    table.add_column(plain_title, ratio=1)
-    table.add_column(fast_title, ratio=1)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in (plain_title, fast_title):
+        table.add_column(title, width=(width - BESIDE_TEXTS) // 2)  # the same, so that equal texts break alike
     table.add_row(*texts)
     return table
 

@@ -44,7 +44,7 @@ class RayJob:
             if lines := {line.number: line for line in state.pending()}:
                 with _connected(ray, self.options.ray):
                     self._answer(ray, state, lines, on_progress)
-            state.finish()
+            state.tick()
         return self.report
 
     def _answer(self, ray: Any, state: JobState, lines: dict[int, Line], on_progress: Progress) -> None:

@@ -39,5 +39,5 @@ def ray_module() -> object:
         import ray
         import ray.data
     except ImportError as error:
-        raise SlipstreamError(f"--ray needs {error.name}; run: pip install 'ray[data,serve]' pyarrow") from error
+        raise SlipstreamError(f"--ray needs {error.name}; run: pip install 'ray[data,serve]'") from error
     return ray
