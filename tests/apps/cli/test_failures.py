@@ -83,7 +83,6 @@ WRITERS = [
     ("train", "--out", "head", "--json"),
     ("train", "--out"),
     ("simulate", "--json"),
-    ("simulate", "--save-costs"),
 ]
 
 
