@@ -1,4 +1,4 @@
-"""What the commands print: coloured text, tables, comparisons, simulations, sweeps. Nothing is computed here."""
+"""What the commands print: coloured text, tables, comparisons, simulations. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -10,21 +10,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.apps.cli.consoles import Stream, out
+from slipstream.apps.cli.consoles import Stream
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
 from slipstream.bench.result_tables import (
-    FIGURES,
     Cell,
     Row,
     TerminalTable,
-    acceptance_cells,
-    accepted_by_position,
-    speed_cells,
-    verdict_cell,
 )
 from slipstream.bench.result_tables import Table as ResultTable
 from slipstream.bench.speed_formula import Simulation
-from slipstream.bench.sweep_grid import Series, best_of, label
 from slipstream.certificate.checks import Check
 from slipstream.certificate.parity import verdict
 from slipstream.text.detokenizer import TextStream
@@ -167,30 +161,3 @@ def simulation_table(simulation: Simulation) -> TerminalTable:
         rows.append(cells)
     title = "predicted speed-up over plain decoding (* best, - slower)"
     return TerminalTable(ResultTable(title, columns, rows))
-
-
-def print_series(series: Sequence[Series]) -> None:
-    """Print the tables of every series, then the best setting of each."""
-    for entry in series:
-        drafting = [cell for cell in entry.cells if cell.length > 0]
-        shares = [(f"length {cell.length}", cell.summary.acceptance_by_position) for cell in drafting]
-        out.print(series_table(entry), accepted_by_position(shares))
-    for entry in series:
-        best = best_of(entry)
-        out.sentence(best.sentence if best else f"{entry.name}: no advice, since runs of it failed")
-
-
-def series_table(series: Series) -> TerminalTable:
-    """One line per draft length: speed with its interval, parity, and how much was accepted."""
-    title = f"{label(series.name)}, batch size {series.batch}: speed-up against plain decoding, with 95 % intervals"
-    rows: list[Row] = [
-        [
-            str(cell.length),
-            *speed_cells(cell.summary),
-            verdict_cell(cell.summary.verdicts),
-            *acceptance_cells(cell.summary, "-"),
-        ]
-        for cell in series.cells
-    ]
-    optional = ["alpha", "acceptance\nrate"]
-    return TerminalTable(ResultTable(title, ("draft\nlength", *FIGURES), rows, words=["texts"], optional=optional))
