@@ -72,6 +72,19 @@ def test_a_sweep_resumes_where_it_was_killed(capsys, monkeypatch, tmp_path: Path
     assert code == 2 and "top_k" in err and "allowed: the same settings, or another folder" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "drafter"),
+    [((), "suffix"), (("--draft", "toy:2"), "model"), (("--drafter", "ngram:3"), "ngram:3")],
+)
+def test_without_drafters_it_sweeps_the_decoders_own(
+    capsys, monkeypatch, tmp_path: Path, prompts: str, arguments: tuple[str, ...], drafter: str
+) -> None:
+    small = ("--max-tokens", "4", "--repeats", "1", "--prompt-file", prompts, "--lengths", "2")
+    assert run(capsys, monkeypatch, *arguments, *small, "--out", str(tmp_path / "runs"))[0] == 0
+    header, _ = read_records(tmp_path / "runs")
+    assert header.settings["arms"] == ["none~0", f"{drafter}@2~0"]
+
+
 def test_a_wrong_text_fails_the_command(capsys, monkeypatch, tmp_path: Path, prompts: str) -> None:
     right, wrong = command.load_decoder, load_wrong_rule("first-mismatch-kept")
     monkeypatch.setattr(command, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
