@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -108,6 +109,16 @@ def test_an_arm_that_fails_or_changes_a_text_drops_out_at_once(verdict: str, los
     assert raced(Scripted({}, ngram=verdict), names=["ngram@2"]).best is None
 
 
+def test_a_winner_that_was_hardly_confirmed_is_judged_by_all_runs_of_the_race() -> None:
+    arms = [Arm("none", "none"), Arm("ngram@2", "ngram", 2), Arm("ngram@4", "ngram", 4)]
+    meter = Scripted({"ngram@2": 1.5, "ngram@4": 1.2})
+    result = race(meter, arms, GROUPS, 1000)
+    result.confirmation = result.confirmation[:1]
+    choices = {arm.name: Candidate("ngram", arm.num_draft_tokens) for arm in arms[1:]}  # type: ignore[arg-type]
+    best = advise(1, choices, result, needed_seconds=70).best
+    assert best is not None and best.units == sum(run.arm == "ngram@2" for run in result.runs) > 1
+
+
 def test_without_plain_decoding_nothing_is_advised() -> None:
     with pytest.raises(SlipstreamError, match="plain decoding failed, so nothing can be compared: RuntimeError"):
         raced(Scripted({}, none="error"))
@@ -177,6 +188,9 @@ def test_a_budget_too_small_for_one_run_of_each_is_refused(tmp_path: Path, secon
 @pytest.mark.slow
 def test_a_small_budget_gives_advice_that_is_called_unconfirmed_and_names_one_that_is_enough(tmp_path: Path) -> None:
     advice = tuned(tmp_path, 60, tick=1.0)[0].advice[0]
+    counts = Counter(run.arm for run in read_records(tmp_path)[1] if run.batch == 1)
+    results = [*advice.others, *([advice.best] if advice.best else [])]
+    assert all(0 < result.units <= counts[result.name] for result in results)
     assert advice.needed_seconds is not None and advice.needed_seconds > 60
     assert advice.sentence.endswith(f"not confirmed: give --budget {advice.needed_seconds} or more to be sure")
     confirmed = tuned(tmp_path / "more", 1000, tick=1.0)[0].advice[0]

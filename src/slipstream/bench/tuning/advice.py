@@ -87,8 +87,9 @@ def needs_draft(candidate: Candidate) -> bool:
 
 def advise(batch: int, choices: Mapping[str, Candidate], result: Race, needed_seconds: int | None = None) -> Advice:
     """The advice that a race gives. choices: by arm name; needed_seconds: as in `Advice`."""
+    final = result.confirmation if needed_seconds is None else []  # else too few runs to be of use
     raced = {summary.arm: summary for summary in summarise(result.runs, PLAIN)}
-    confirmed = {summary.arm: summary for summary in summarise(result.confirmation, PLAIN)}
+    confirmed = {summary.arm: summary for summary in summarise(final, PLAIN)}
     plain = confirmed.get(PLAIN, raced.get(PLAIN))
     if plain is None or plain.speed is None:
         raise SlipstreamError(
@@ -97,8 +98,8 @@ def advise(batch: int, choices: Mapping[str, Candidate], result: Race, needed_se
     best, others = None, list[CandidateResult]()
     for name, candidate in choices.items():
         is_winner = result.winner is not None and name == result.winner.name
-        runs = result.confirmation if is_winner and result.confirmation else result.runs
-        summary = (confirmed if runs is result.confirmation else raced).get(name)
+        runs, summaries = (final, confirmed) if is_winner and final else (result.runs, raced)
+        summary = summaries.get(name)
         measured = _result(name, candidate, summary, sum(run.arm == name for run in runs))
         if is_winner and not measured.failed:
             lost = _why_no_gain(measured.measured, is_confirmed=needed_seconds is None)
@@ -214,6 +215,8 @@ def tune(
                 f"--budget {meter.budget.seconds:g} is too small to run every candidate once; allowed: about {needed} "
                 "s here, or fewer --draft or --max-tokens"
             )
-        is_confirmed = result.winner is None or sum(run.arm == PLAIN for run in result.confirmation) >= MIN_UNITS
+        last = result.confirmation
+        is_wrong = any(run.error is not None or "different" in run.verdicts for run in last)
+        is_confirmed = result.winner is None or is_wrong or sum(run.arm == PLAIN for run in last) >= MIN_UNITS
         advice.append(advise(batch, choices, result, None if is_confirmed else needed))
     return Tuned(tuple(advice), tuple(unmeasured))
