@@ -28,7 +28,8 @@ def main(recording: Path, out: Path, seed: int = 1) -> None:
     """Write the recording of the pair."""
     rng = random.Random(seed)
     header, *texts = map(json.loads, recording.read_text(encoding="utf-8").splitlines())
-    lines = [{"target": "p", "draft": "d", "costs": header["costs"] | pair_costs(), "reading": 4.0}]
+    made_up = {"target": "p", "draft": "d", "search": 0.2, "overhead": 0.9, "trees": True}
+    lines = [header | made_up | {"costs": header["costs"] | pair_costs()}]
     for text in texts:
         model, chances = drafts(text["output"], rng)
         lines.append(text | {"model": model, "chances": chances})
@@ -36,27 +37,10 @@ def main(recording: Path, out: Path, seed: int = 1) -> None:
 
 
 def pair_costs() -> dict[str, Any]:
-    """Milliseconds of the pair's forwards and draft steps; see `Costs`."""
-
-    def table(points: dict[int, float]) -> dict[str, float]:
-        return {str(count): milliseconds for count, milliseconds in points.items()}
-
-    padded = {
-        width: EIGHT_ROWS.get(8 * width, 8 * width * PER_TOKEN) for width in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-    }
-    target = {"1": table(ONE_ROW), "8": table(padded)}
-    return {
-        "target": target,
-        "overhead": {rows: dict.fromkeys(points, 0.7) for rows, points in target.items()},
-        "draft_step": {"1": 12.5, "8": 22.0},
-        "draft_round": {"1": 0.2, "8": 0.4},
-        "ragged": {"forward": {"8": table(EIGHT_ROWS)}, "overhead": {"8": dict.fromkeys(table(EIGHT_ROWS), 1.0)}},
-        "trees": {
-            "forward": {"1": table(ONE_ROW), "8": table(EIGHT_ROWS)},
-            "overhead": {"1": dict.fromkeys(table(ONE_ROW), 1.2), "8": dict.fromkeys(table(EIGHT_ROWS), 2)},
-        },
-        "drafter": "x",
-    }
+    """Milliseconds of the pair's forwards and draft steps; see `CostModel`."""
+    together = EIGHT_ROWS | {count: count * PER_TOKEN for count in (192, 256, 512)}
+    steps = {1: 12.5, 8: 22.0}
+    return {"measured": ONE_ROW, "together": together, "max_batch_size": 8, "steps": steps, "token": 4.0}
 
 
 def drafts(output: Sequence[int], rng: random.Random) -> tuple[list[Any], list[Any]]:

@@ -3,8 +3,8 @@
     python benchmarks/policy_record.py smollm2 smollm2.jsonl
     python benchmarks/policy_record.py qwen1.5b pair.jsonl --draft qwen0.5b --per-family 4 --prompts PROMPTS.jsonl
 
-The first line holds, in milliseconds on this machine, the times of forwards, of the draft model's steps, of its reading
-of a token, and of a search for retrieval drafts. Each further line is one of the target's greedy texts. With a draft
+The first line holds the calibrated costs, and in milliseconds what a search for a retrieval draft takes, and a round
+besides forwards and drafting. Each further line is one of the target's greedy texts. With a draft
 model it also has, at each position of the text, that model's two likeliest tokens of each step and their probabilities.
 Answers to long prompts are recorded a second time, cut to a few tokens: in such texts a draft model's reading of the
 prompt pays least.
@@ -15,21 +15,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import median
+from typing import Any
 
 import torch
-import typer
 from terminal import console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.bench.speed_model.probe import measure_costs
+from slipstream.bench.speed_formula import table_of
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import builtin_prompts, read_prompts
 
 STEPS = 8  # tokens of the draft model at each position
-WIDTHS = [*range(1, 9), 12, 16, 24, 32]
+SEARCHED = 4  # prompts on which searches are timed
 LONG_PROMPT, SHORT_ANSWER = 150, 16  # tokens
 
 
@@ -40,17 +40,17 @@ def main(
     prompts: Path | None = None,
     per_family: int = 5,
     max_tokens: int = 64,
-    batches: Annotated[list[int], typer.Option(help="batch size to measure; repeatable")] = [1, 2, 4, 8],  # noqa: B006
 ) -> None:
     """Write texts, drafts and costs to OUT."""
     quiet()
-    decoder = SpeculativeDecoder(target, draft, max_batch_size=max(batches))
+    decoder = SpeculativeDecoder(target, draft, max_batch_size=8)
     offered = builtin_prompts() if prompts is None else read_prompts(prompts)
     chosen = [prompt for group in _by_family(offered).values() for prompt in group[:per_family]]
     if not out.parent.is_dir() or out.is_dir():
         raise UsageError(f"{str(out)!r}; allowed: a file in an existing folder")
     with out.open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"target": target, "draft": draft} | _costs(decoder, batches, bool(draft))) + "\n")
+        first = [decoder.encode(prompt.prompt, chat=True) for prompt in chosen[:SEARCHED]]
+        file.write(json.dumps({"target": target, "draft": draft} | _costs(decoder, first)) + "\n")
         for prompt in chosen:
             ids = decoder.encode(prompt.prompt, chat=True)
             result = decoder.generate(ids, SamplingParams(max_tokens=max_tokens))
@@ -69,13 +69,19 @@ def main(
             console.print(f"{prompt.category}: {len(ids)} + {len(output)} tokens")
 
 
-def _costs(decoder: SpeculativeDecoder, batches: Sequence[int], has_draft: bool) -> dict[str, Any]:
-    """Milliseconds of rounds, of searches for retrieval drafts, and of the draft model's reading of a token."""
-    searching = measure_costs(decoder.using("suffix"), batches, WIDTHS)
-    costs = measure_costs(decoder.using("model"), batches, WIDTHS[:4]) if has_draft else searching
-    rounds = searching.to_dict() | {"draft_step": costs.draft_step if has_draft else dict.fromkeys(batches, 0.0)}
-    reading = decoder._models.draft_times.token or 0.0
-    return {"costs": rounds | {"draft_round": searching.draft_round}, "reading": reading}
+def _costs(decoder: SpeculativeDecoder, prompts: Sequence[list[int]]) -> dict[str, Any]:
+    """The calibrated costs of rounds, and what a search and the rest of a round take on these prompts."""
+    shapes, table = decoder.shapes, table_of(decoder.costs)
+    table |= {"widths": shapes.widths, "alone": shapes.alone, "totals": shapes.totals}
+    searching = decoder.using("suffix", num_draft_tokens=7)
+    results = [searching.generate(ids, SamplingParams(max_tokens=32)) for ids in prompts]
+    seconds = [decoded.seconds for result in results for decoded in result.rounds[1:]]  # the first reads the prompt
+    return {
+        "costs": table,
+        "search": 1e3 * median(part.draft for part in seconds),
+        "overhead": 1e3 * median(part.total - part.prefill - part.draft - part.verify for part in seconds),
+        "trees": decoder._target_session.branches,
+    }
 
 
 def _by_family(prompts: Sequence[Any]) -> dict[str, list[Any]]:

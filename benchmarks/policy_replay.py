@@ -22,7 +22,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import exp, log
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,8 +37,8 @@ from terminal import Count, console, run
 from torch import Tensor
 
 from slipstream import Draft, SamplingParams
-from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.core.interfaces import Policy
+from slipstream.core.kv_slots import Shapes
 from slipstream.core.loop import Clock, Engine
 from slipstream.core.rounds import Seconds
 from slipstream.core.session import Session
@@ -59,11 +59,13 @@ Record = dict[str, Any]
 
 @dataclass
 class Recording:
-    """Texts and costs. reading: milliseconds per token that the draft model reads. Token ids are renumbered from 0."""
+    """Texts and costs. Token ids are renumbered from 0."""
 
-    costs: Costs
+    costs: CostModel  # as calibrated; it never learns, so that the clock runs by it
     records: list[Record]
-    reading: float = 0.0
+    search: float = 0.0  # milliseconds of a row's search for a retrieval draft
+    overhead: float = 0.0  # milliseconds of a round besides forwards and drafting
+    trees: bool = False  # whether the target verifies trees
 
     def __post_init__(self) -> None:
         ids: dict[int, int] = defaultdict(lambda: len(ids))
@@ -73,7 +75,6 @@ class Recording:
             steps = record.get("model") or []
             record["model"] = [[[ids[token] for token in pair] for pair in line] for line in steps]
         self.vocab_size = len(ids) + 1
-        self.costs = _as_wide(self.costs, LONGEST + 1)
 
     @property
     def has_draft(self) -> bool:
@@ -85,29 +86,33 @@ class Recording:
         """Read what `policy_record.py` has written, without very short texts, and add random texts."""
         try:
             header, *records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            costs, reading = Costs.from_dict(header["costs"]), float(header["reading"])
+            costs = costs_of(header["costs"])
+            more = {name: header[name] for name in ("search", "overhead", "trees")}
             records = [record for record in records if len(record["output"]) > 8]
             records += random_texts(records[:8]) if records else []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{str(file)!r}: {error!r}; allowed: what policy_record.py has written") from error
         if not records:
             raise UsageError(f"{str(file)!r} holds no text of more than 8 tokens; allowed: at least one")
-        return cls(costs, records, reading)
+        return cls(costs, records, **more)
 
 
-def _as_wide(costs: Costs, width: int) -> Costs:
-    """Costs of rounds of up to `width` tokens per row, extrapolated beyond the measured ones."""
-    target, overhead = (
-        {rows: _extended(points, costs.width_for(width, rows)) for rows, points in grid.items()}
-        for grid in (costs.target, costs.overhead)
+def costs_of(table: Mapping[str, Any]) -> CostModel:
+    """The costs in the first line of a recording."""
+    shapes = Shapes(tuple(table["widths"]), 0, alone=tuple(table["alone"]), totals=tuple(table["totals"]))
+    measured, together, steps = (
+        {int(count): float(milliseconds) for count, milliseconds in table[name].items()}
+        for name in ("measured", "together", "steps")
     )
-    return replace(costs, target=target, overhead=overhead)
-
-
-def _extended(points: Mapping[int, float], width: int) -> dict[int, float]:
-    low, high = sorted(points)[-3], max(points)
-    slope = max(0.0, points[high] - points[low]) / (high - low)
-    return dict(points) if high >= width else {**points, width: points[high] + slope * (width - high)}
+    return CostModel(
+        shapes.width_for,
+        lambda rows, drafted: shapes.total_for(rows + drafted) if together else None,
+        measured,
+        together,
+        int(table["max_batch_size"]),
+        steps,
+        table["token"],
+    )
 
 
 def random_texts(records: Sequence[Record], seed: int = 0) -> list[Record]:
@@ -170,19 +175,13 @@ class RecordedTarget(RecordedModel):
         return self._logits([self._text(row)[:1] for row in rows]) if logits else None
 
     def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
-        """Whether the costs of such a tree were measured."""
-        costs, batch = self.recording.costs, len(rows)
-        is_measured = costs.trees is not None and costs.trees.spans(batch)
-        return is_measured and costs.shapes.tree_total_for(batch + sum(draft.lengths), batch) is not None
+        """Whether a forward takes such a tree."""
+        return len(rows) == 1 or self.recording.costs.ragged(len(rows), sum(draft.lengths)) is not None
 
     def score_tree(self, rows: Sequence[Row], draft: Draft) -> Tensor:
         """[B, K + 1, V] logits whose argmax after each node is the recorded text's next token."""
-        costs, batch, nodes = self.recording.costs, len(rows), sum(draft.lengths)
-        assert draft.parents is not None and costs.trees is not None
-        if batch in costs.trees.forward and batch + nodes > (limit := max(costs.trees.forward[batch])):
-            raise UsageError(f"trees of {batch + nodes} tokens were not measured; allowed: up to {limit}")
-        total = costs.shapes.tree_total_for(batch + nodes, batch) or batch + nodes
-        self.take(float(costs.trees.milliseconds(batch, [total])[0]))
+        assert draft.parents is not None
+        self._verify(rows, [sum(draft.lengths)])
         chosen = []
         for row, parents in zip(rows, draft.parents, strict=True):
             text, depths = self._text(row), list[int]()
@@ -194,13 +193,13 @@ class RecordedTarget(RecordedModel):
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Tensor:
         """[B, K + 1, V] logits whose argmax is the recorded text."""
-        self.take(float(self.recording.costs.verifying(len(rows), max(lengths), [sum(lengths)])[0]))
+        self._verify(rows, lengths)
         width = draft.shape[1] + 1
         return self._logits([(self._text(row) + [0] * width)[:width] for row in rows])
 
     def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict:
         """Accept each draft as far as it is the recorded text."""
-        self.take(float(self.recording.costs.verifying(len(rows), max(lengths), [sum(lengths)])[0]))
+        self._verify(rows, lengths)
         accepted, following = [], []
         for row, line, length in zip(rows, draft.tolist(), lengths, strict=True):
             text = self._text(row)
@@ -209,6 +208,10 @@ class RecordedTarget(RecordedModel):
             accepted.append(count)
             following.append(text[count])
         return Verdict(torch.tensor(accepted), torch.tensor(following))
+
+    def _verify(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        seconds = self.recording.costs.verify(len(rows), max(lengths), sum(lengths))
+        self.take(1e3 * seconds + self.recording.overhead)
 
     def _text(self, row: Row) -> list[int]:
         """The rest of the row's recorded output."""
@@ -231,9 +234,9 @@ class RecordedDraftModel(RecordedModel):
         step = draft.shape[1]
         if not step:
             unread = [len(row.tokens) - self._read.get(row, 0) for row in rows]
-            self.take(self.recording.reading * sum(count for count in unread if count > CATCH_UP))
+            self.take((self.recording.costs.token or 0.0) * sum(count for count in unread if count > CATCH_UP))
             self._read |= {row: len(row.tokens) for row in rows}
-        self.take(self.recording.costs.drafting(len(rows), 1) - self.recording.costs.drafting(len(rows), 0))
+        self.take(1e3 * self.recording.costs.step(len(rows)))
         probs = torch.full((len(rows), 1, self.vocab_size), 1e-9)
         for i, row in enumerate(rows):
             record, position = self.recording.records[row.index], row.num_output_tokens
@@ -305,7 +308,7 @@ def replay_of(
         planner=planner,
         acceptance_probs=planner is not None,
         steps=LONGEST if planner is None else STEPS,
-        siblings=int(planner is not None and recording.costs.trees is not None and traits(drafter).branches),
+        siblings=int(planner is not None and recording.trees and traits(drafter).branches),
     )
     if planner is not None:
         planner.has_cached = draft.holds
@@ -314,7 +317,7 @@ def replay_of(
 
     def search(rows: Sequence[Row], lengths: Sequence[int], *others: Any) -> Draft:
         if any(lengths):
-            target.take(recording.costs.drafting(len(rows), 0))
+            target.take(recording.search * len(rows))
         return look_up(rows, lengths, *others)
 
     if drafter != "none" and (retriever is not loaded or not traits(drafter).needs_draft_model):
@@ -350,29 +353,27 @@ def settings(recording: Recording, off: float = 0.0, seed: int = 0) -> Iterator[
             yield f"{name}@{length}", fixed(name, Fixed(length))
         yield "model heuristic", fixed("model", Heuristic(8))
     for name in ("ngram", "suffix:outputs=0", *(("model", "hybrid") if recording.has_draft else ())):
-        yield f"{name} auto", auto(recording, name, cost_model_of(recording.costs, off, seed, recording.reading), seed)
+        yield f"{name} auto", auto(recording, name, cost_model_of(recording.costs, off, seed), seed)
 
 
-def cost_model_of(costs: Costs, off: float = 0.0, seed: int = 0, reading: float = 0.0) -> CostModel:
-    """The cost model that a decoder would have calibrated from these costs.
+def cost_model_of(costs: CostModel, off: float = 0.0, seed: int = 0) -> CostModel:
+    """The cost model of a decoder that has learned nothing yet.
 
     off: the error of each measurement, as a standard deviation of its logarithm.
     """
-    noise, max_batch = random.Random(seed), max(costs.batches)
+    noise = random.Random(seed)
 
-    def measured(points: Any) -> dict[int, float]:
-        return {width: milliseconds * exp(noise.gauss(0, off)) for width, milliseconds in points.items()}
+    def measured(points: Mapping[int, float]) -> dict[int, float]:
+        return {count: milliseconds * exp(noise.gauss(0, off)) for count, milliseconds in points.items()}
 
-    ragged = None if costs.ragged is None else costs.ragged.forward.get(max_batch)
-    steps = {rows: milliseconds for rows, milliseconds in measured(costs.draft_step).items() if milliseconds}
     return CostModel(
-        lambda width, rows: costs.width_for(width, rows),
-        (lambda rows, drafted: None) if ragged is None else lambda rows, n: costs.shapes.total_for(rows + n),
-        measured=measured(costs.target[1]),
-        together={} if ragged is None else measured(ragged),
-        max_batch_size=max_batch,
-        steps=steps,
-        token=reading * exp(noise.gauss(0, off)) or None,
+        costs.pad,
+        costs.ragged,
+        measured(costs.measured),
+        measured(costs.together),
+        costs.max_batch_size,
+        {} if not any(costs.steps.values()) else measured(costs.steps),
+        (costs.token or 0.0) * exp(noise.gauss(0, off)) or None,
     )
 
 
@@ -425,7 +426,7 @@ def ablation(
             for owner, attribute, replacement in without.patches if without is not None else ():
                 stack.enter_context(patch.object(owner, attribute, replacement))
             plain = replay_of(recording, "none", lambda _: Fixed(0), seed=seed)
-            ablated = auto(recording, name, cost_model_of(recording.costs, off, seed, recording.reading), seed)
+            ablated = auto(recording, name, cost_model_of(recording.costs, off, seed), seed)
             means = speed_ups(*(seconds_of(replay, groups, seed) for replay in (plain, ablated)))
         for family, mean in means.items():
             by_family[family].append(mean)

@@ -13,8 +13,10 @@ from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule
 from slipstream.core.interfaces import Drafter, Learner
 from slipstream.core.rounds import Round
+from slipstream.draft_length.costs import CostModel
 from slipstream.errors import UsageError
 from slipstream.models.generation_settings import warn_of_unread_settings
+from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
 from slipstream.sampling.params import SamplingParams, params_from
 from slipstream.text.requests import (
     FormOptions,
@@ -353,6 +355,28 @@ class SpeculativeDecoder(EngineAccess):
                     "allowed: with tokenizer=AutoTokenizer.from_pretrained(...)"
                 )
             return self.tokenizer.decode(read_ids(token_ids, self.target.backend.vocab_size))
+
+    @property
+    def costs(self) -> CostModel:
+        """Seconds of the target's forwards and of the draft model's steps, as `auto` knows them before it drafts.
+
+        They are measured once per machine and model. UsageError if this decoder does without that measurement.
+        """
+        with self._use:
+            models, rows = self._models, self.config.max_batch_size
+            if models.calibration is None:
+                raise UsageError(
+                    f"reproducible={self.config.reproducible!r} for {self.target.name!r}: how long its forwards take "
+                    "was not measured; allowed: 'auto' or True, and a model that does not run on a cache of its own"
+                )
+            times, scorer, session = models.draft_times, models.draft_scorer(), models.draft_session
+            if not self.traits.needs_forwards:
+                times = DraftTimes({1: 0.0})
+            elif not times.steps and scorer and session and session.backend.max_length >= 2 * TEXT:
+                session.reserve(rows, 2 * TEXT)
+                times = time_drafts(scorer, rows)
+                session.forget()
+            return CostModel.calibrated(models.target_session, models.calibration, times, rows)
 
     def forget(self) -> None:
         """Empty the KV caches, so that the next prompt is computed from its first token, with the present weights."""

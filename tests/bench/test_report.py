@@ -17,6 +17,7 @@ from slipstream.apps.cli.measuring import command_line
 from slipstream.apps.cli.report import report_command
 from slipstream.bench import report
 from slipstream.bench.arms import label
+from slipstream.bench.length_series import summarise_by_temperature
 from slipstream.bench.records import Header, append, read_records, start
 from slipstream.bench.report import plots, write_report
 from slipstream.bench.report.headline import advice, flags, headline, text_verdicts
@@ -34,7 +35,6 @@ from slipstream.bench.report.report_data import (
     total_ratio,
 )
 from slipstream.bench.result_tables import FIGURES
-from slipstream.bench.sweep_grid import summarise_by_temperature
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.toy import ToyTokenizer
 from slipstream.text.round_view import views

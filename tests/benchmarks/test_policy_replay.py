@@ -13,7 +13,7 @@ import policy_replay as replay
 import pytest
 import terminal
 
-from slipstream.bench.speed_model.round_costs import Costs
+from slipstream.bench.speed_formula import table_of
 from slipstream.core.rounds import Round
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.policies import Fixed
@@ -25,11 +25,10 @@ pytestmark = pytest.mark.slow
 STEPS = 6
 
 
-def costs(column: float = 1.0, step: float = 5.0) -> Costs:
-    """A forward of one token takes 20 ms, each further one `column`, a step of the draft model `step`."""
-    grid = {b: {w: 20 + column * (b * w - 1) for w in range(1, 33)} for b in (1, 4, 8)}
-    nothing = {b: dict.fromkeys(points, 0.0) for b, points in grid.items()}
-    return Costs(grid, nothing, dict.fromkeys(grid, step), dict.fromkeys(grid, 0.0))
+def costs(column: float = 1.0, step: float = 5.0) -> CostModel:
+    """A forward of one token takes 20 ms, each further one `column`, a step of the draft model `step`; rows padded."""
+    forwards = {tokens: 20 + column * (tokens - 1) for tokens in range(1, 300)}
+    return CostModel(measured=forwards, together=forwards, max_batch_size=8, steps={1: step, 8: step})
 
 
 def texts(accepted: float, count: int = 12, length: int = 80, seed: int = 0) -> list[dict[str, Any]]:
@@ -46,7 +45,7 @@ def texts(accepted: float, count: int = 12, length: int = 80, seed: int = 0) -> 
 
 def seconds(
     records: list[dict[str, Any]],
-    table: Costs,
+    table: CostModel,
     drafter: str,
     length: int | None,
     batch: int = 1,
@@ -94,7 +93,7 @@ def test_drafting_random_tokens_costs_almost_nothing(drafter: str) -> None:
     assert drafter == "suffix:outputs=0" or seconds(records, costs(), drafter, 6) > plain / 0.97
 
 
-def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
+def replayed(prompt: list[int], output: list[int], costs: CostModel) -> list[Round]:
     """The rounds of `suffix` with automatic lengths over a known text."""
     recording = replay.Recording(costs, [{"prompt": prompt, "output": output}])
     replayed_text = replay.auto(recording, "suffix:outputs=0", replay.cost_model_of(costs))
@@ -107,9 +106,7 @@ def test_auto_lengths_adapt_when_a_text_begins_and_ends_a_quotation(column: floa
     rng = random.Random(2)
     prompt, prose = ([rng.randrange(1 << 18) for _ in range(n)] for n in (300, 120))
     output = prose[:60] + prompt[100:220] + prose[60:]
-    widths = {width: 20 + column * (width - 1) for width in range(1, 33)}
-    nothing = {1: dict.fromkeys(widths, 0.0)}
-    rounds = replayed(prompt, output, Costs({1: widths}, nothing, {1: 0.0}, {1: 0.0}))
+    rounds = replayed(prompt, output, costs(column, step=0.0))
     drafted = [(round.start - len(prompt), len(round.draft)) for round in rounds]
     assert all(length <= 1 for at, length in drafted if at < 60 or at >= 200)
     quoting = [length for at, length in drafted if 60 <= at < 180]
@@ -121,7 +118,8 @@ def test_a_recording_is_replayed_with_every_setting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [record | {"family": name} for record, name in zip(texts(0.8, 3, 30), "aab", strict=True)]
-    header = {"costs": costs().to_dict(), "reading": 0.1}
+    table = {"widths": [], "alone": [], "totals": [], **table_of(costs()), "token": 0.1}
+    header = {"costs": table, "search": 0.1, "overhead": 0.5, "trees": False}
     file = tmp_path / "record.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in [header, *records]))
     code, out, _ = run_main(capsys, monkeypatch, lambda: terminal.run(replay.main), file)
@@ -130,8 +128,8 @@ def test_a_recording_is_replayed_with_every_setting(
 
 def test_measured_costs_can_be_given_an_error() -> None:
     table = costs()
-    assert replay.cost_model_of(table).measured == table.target[1]
-    off = [taken / table.target[1][width] for width, taken in replay.cost_model_of(table, 0.1).measured.items()]
+    assert replay.cost_model_of(table).measured == table.measured
+    off = [taken / table.measured[width] for width, taken in replay.cost_model_of(table, 0.1).measured.items()]
     assert 0.05 < statistics.stdev(off) < 0.2
 
 

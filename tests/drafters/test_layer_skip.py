@@ -7,28 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
+from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.interfaces import set_attended_lengths
 from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
-from slipstream.drafters.layer_skip import SharedCacheSession, identity, layers_file, num_layers, remember_layers
-from slipstream.drafters.model import ModelDrafter, PathBelow, WhilePays
+from slipstream.drafters.layer_skip import SharedCacheSession, num_layers
+from slipstream.drafters.model import ModelDrafter
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.decoder_layers import make_layer_subset
-from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
-from tests.support.embedded_model import loaded
 from tests.support.engine_parts import engine, run
 from tests.support.fake_cuda_graph import Tape
 from tests.support.layer_skip_cases import by_hugging_face, decoder_of, left_out
-from tests.support.markers import subcases
-from tests.support.tiny_models import ARCHITECTURES, VOCAB, HashBackend, fresh, prompts, shared
+from tests.support.tiny_models import ARCHITECTURES, VOCAB, fresh, prompts, shared
 
 pytestmark = pytest.mark.slow
 
@@ -270,112 +267,15 @@ def layers_of(drafter: Any) -> list[int]:
     return [i for i, block in enumerate(blocks) if next(block.parameters(), None) is not None]
 
 
-def test_without_an_argument_the_remembered_layers_draft_or_else_the_first_three_quarters(llama: Any) -> None:
+def test_without_an_argument_the_first_three_quarters_draft(llama: Any) -> None:
     decoder = decoder_of(llama, "layer_skip")
-    assert layers_of(decoder.drafter) == [0, 1, 2]
-    file = remember_layers(decoder.target.backend, (0, 3), "a test")
-    try:
-        assert (
-            layers_of(decoder.using("layer_skip").drafter)
-            == layers_of(decoder.using("layer_skip:p=30").drafter)
-            == [0, 3]
-        )
-        assert layers_of(decoder.using("layer_skip:2").drafter) == [0, 1]
-        file.write_text("{}")
-        with pytest.raises(UsageError, match=r"layers file .* cannot be read"):
-            decoder.using("layer_skip")
-        file.write_text('{"layers": [0, 4]}')
-        with pytest.raises(UsageError, match=r"layers \[0, 4\]; allowed: at least one of 0 to 3"):
-            decoder.using("layer_skip")
-    finally:
-        file.unlink()
+    assert layers_of(decoder.drafter) == layers_of(decoder.using("layer_skip:p=30").drafter) == [0, 1, 2]
+    assert layers_of(decoder.using("layer_skip:2").drafter) == [0, 1]
 
 
-def test_remembered_layers_belong_to_the_weights_they_were_chosen_for(llama: Any) -> None:
-    file = layers_file(HFBackend(llama))
-    packed = decoder_of(fresh("llama", num_hidden_layers=4), fast=True).target.backend
-    assert layers_file(packed) == file  # packing changes no weight
+def test_the_digest_of_weights_is_that_of_no_other_model(llama: Any) -> None:
+    digest = HFBackend(llama).weights_digest()
+    packed: Any = decoder_of(fresh("llama", num_hidden_layers=4), fast=True).target.backend
+    assert packed.weights_digest() == digest  # packing changes no weight
     others = (fresh("llama", seed=1, num_hidden_layers=4), fresh("llama"), fresh("qwen2"))
-    assert len({file.stem, *(identity(HFBackend(model)) for model in others)}) == 4
-
-
-def test_the_spelling_decides_where_skipped_layers_stop(llama: Any) -> None:
-    stops = [
-        decoder_of(llama, name, num_draft_tokens=count).drafter.stop
-        for name in ("layer_skip:2", "layer_skip:2+p=25")
-        for count in ("auto", 4)
-    ]
-    assert isinstance(stops[0], WhilePays) and stops[1:] == [None, PathBelow(0.25), PathBelow(0.25)]
-
-
-@subcases(
-    "argument, allowed",
-    [
-        ("0", "from 1 to 4 layers"),
-        ("5", "from 1 to 4 layers"),
-        ("2-9", "'layer_skip:2-9'; allowed: layers from 0 to 3"),
-        ("3,1", "each once, ascending"),
-        ("1,1", "each once, ascending"),
-        ("3-1", "'layer_skip:3-1'; allowed: layers from 0 to 3, lower numbers first"),
-        ("2+p=100", "PERCENT from 0 to 99"),
-        ("+p=30", "or layer_skip:p=PERCENT"),
-        ("-1", "a list like layer_skip:0-7,12"),
-        ("1.5", "a list like layer_skip:0-7,12"),
-    ],
-)
-def test_bad_arguments_are_refused(llama: Any, argument: str, allowed: str) -> None:
-    with pytest.raises(UsageError, match=allowed):
-        decoder_of(llama, f"layer_skip:{argument}")
-
-
-def same_layer_twice(model: Any) -> None:
-    model.model.layers = nn.ModuleList([model.model.layers[0]] * 2)
-
-
-def failing_forward(model: Any) -> None:
-    def forward(*_: Any, **__: Any) -> None:
-        raise RuntimeError("pixels are missing")
-
-    model.model.forward = forward
-
-
-def wrapped_forward(model: Any) -> None:
-    model.model.forward = model.model.forward  # as tools do that wrap a module's forward
-
-
-def single_block(model: Any) -> None:
-    layers = model.model.layers
-    model.model.layers = nn.ModuleList([nn.Sequential(*layers)])
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (same_layer_twice, "0 of its lists of 2 modules run in order, once each"),
-        (failing_forward, "a forward of two tokens fails: pixels are missing"),
-        (wrapped_forward, "of 1 layers chosen, 2 ran: something wraps its forward"),
-        (single_block, "it has no list of 2 layers"),
-    ],
-)
-def test_models_whose_layers_cannot_be_found_are_refused_with_the_reason(change: Any, reason: str) -> None:
-    model = fresh("llama")
-    change(model)
-    with pytest.raises(UsageError, match=f"the layers of LlamaForCausalLM cannot be found: {reason}; allowed"):
-        SharedCacheSession(Session(HFBackend(model)), (0,))
-
-
-def test_backends_without_layers_and_setups_without_a_target_are_refused() -> None:
-    with pytest.raises(UsageError, match="HashBackend cannot run with some of its layers"):
-        drafters.load("layer_skip", drafters.Setup(CPU, 7, target=Session(HashBackend())))
-    with pytest.raises(UsageError, match="allowed: a setup with the target's session"):
-        drafters.load("layer_skip", drafters.Setup(CPU, VOCAB_SIZE))
-
-
-@pytest.mark.smollm2
-def test_the_default_model_generates_the_same_text_with_its_own_layers_drafting() -> None:
-    decoder = loaded().using(num_draft_tokens=3)
-    prompt, params = "List three colours of the sky and when they are seen.", SamplingParams(max_tokens=16)
-    plain = decoder.using("none").generate(prompt, params)
-    for argument in ("28", "0-9,11-29"):
-        result = decoder.using(f"layer_skip:{argument}").generate(prompt, params)
-        assert result.token_ids == plain.token_ids and result.stats.num_accepted_tokens > 0
+    assert len({digest, *(HFBackend(model).weights_digest() for model in others)}) == 4

@@ -40,7 +40,7 @@ def small() -> Iterator[None]:
     """Trains on short texts in small batches, and saves the state after every step."""
     with (
         patch.multiple(texts, QUESTION=12, ANSWER=60, BATCH=8),
-        patch.multiple(training_job, COST_SECONDS=0.1, tokens_of_step=lambda device: (256, 128)),
+        patch.multiple(training_job, tokens_of_step=lambda device: (256, 128)),
         patch.multiple(training_run, SAVE_SECONDS=0.0, SAVE_SHARE=1e9, tokens_of_step=lambda device: (256, 128)),
     ):
         yield

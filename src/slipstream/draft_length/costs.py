@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from math import exp, log
 from statistics import median
 
+from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import Yield
+from slipstream.reproducibility.calibration import Calibration
+from slipstream.reproducibility.timing import DraftTimes
 
 # a surprise: the logarithm of measured over predicted seconds, from -0.4 to 0.4
 SPEED = 0.4  # share of a surprise that corrects the machine's speed
@@ -67,6 +70,20 @@ class CostModel:
     # shape (rows, tokens of all) and calibrated milliseconds, by the arguments of `verify`
     _forwards: dict[tuple[int, int, int], tuple[tuple[int, int], float]] = field(default_factory=dict)
     _last_step: int = -1
+
+    @classmethod
+    def calibrated(cls, target: Session, calibration: Calibration, times: DraftTimes, max_batch_size: int) -> CostModel:
+        """The table that a calibration has measured, with nothing learned yet."""
+        return cls(
+            pad=target.shapes.width_for,
+            ragged=target.num_tokens,
+            measured=calibration.milliseconds,
+            together=calibration.totals,
+            max_batch_size=max_batch_size,
+            steps=times.steps,
+            token=times.token,
+            timed=target.backend.device.type == "cpu",
+        )
 
     def learn(self, rows: Sequence[Row], read: int = 0) -> None:
         """Learn from the rows' newest round, once. read: tokens of texts that the draft model read before drafting."""

@@ -10,11 +10,9 @@ forwards see only what the target itself wrote.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from copy import copy
-from pathlib import Path
 
 from torch import Tensor
 
@@ -25,7 +23,6 @@ from slipstream.drafters import Setup
 from slipstream.drafters.model.model_drafter import ModelDrafter, stop_for
 from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import LayerSubsets
-from slipstream.models.cache_folder import cache_folder
 
 SHARE = 0.75  # of the layers
 ARGUMENT = re.compile(r"(?:(\d+|\d+-\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)+)(?:\+p=(\d{1,2}))?|p=(\d{1,2}))?")
@@ -66,24 +63,6 @@ class SharedCacheSession:
         self._layers.slot_states[:] = map(copy, self._target.slot_states)
 
 
-def remembered_layers(backend: Backend) -> tuple[int, ...] | None:
-    """The layers a search has found best for this model, or None if there was none."""
-    file = layers_file(backend)
-    if not file.exists():
-        return None
-    try:
-        layers = tuple(int(i) for i in json.loads(file.read_text(encoding="utf-8"))["layers"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"layers file {str(file)!r} cannot be read: {error!r}; allowed: delete it") from error
-    check_layers(layers, num_layers(backend))
-    return layers
-
-
-def default_layers(backend: Backend) -> tuple[int, ...]:
-    """The layers to draft with unless the user chooses: those remembered, else the first `SHARE` of all."""
-    return remembered_layers(backend) or first_share(num_layers(backend))
-
-
 def first_share(count: int) -> tuple[int, ...]:
     """The first `SHARE` of `count` layers, at least one and, of several, not all."""
     return tuple(range(max(1, min(count - 1, round(SHARE * count)))))
@@ -105,25 +84,10 @@ def parse_layers(text: str, backend: Backend) -> tuple[int, ...]:
     return layers
 
 
-def remember_layers(backend: Backend, layers: Sequence[int], note: str) -> Path:
-    """Keep a choice of layers for this model in the cache folder; returns the file."""
-    check_layers(layers, num_layers(backend))
-    file = layers_file(backend)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"layers": list(layers), "note": note}) + "\n", encoding="utf-8")
-    return file
-
-
-def layers_file(backend: Backend) -> Path:
-    """Where the choice of layers for a model is saved."""
-    return cache_folder() / "layers" / f"{identity(backend)}.json"
-
-
 def build(setup: Setup, argument: str) -> ModelDrafter:
     """ "layer_skip", "layer_skip:LAYERS" or "layer_skip:FIRST-LAST,..."; "+p=PERCENT" after them stops early.
 
-    Without layers: those that `benchmarks/layer_search.py` saved for this model, else the first three quarters. Drafts
-    stop as those of `model` do.
+    Without layers: the first three quarters. Drafts stop as those of `model` do.
     """
     match = ARGUMENT.fullmatch(argument)
     if match is None:
@@ -136,7 +100,7 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
             "drafter='layer_skip' drafts with the target's layers; allowed: a setup with the target's session"
         )
     backend = setup.target.backend
-    layers = default_layers(backend) if match[1] is None else parse_layers(match[1], backend)
+    layers = first_share(num_layers(backend)) if match[1] is None else parse_layers(match[1], backend)
     percent = match[2] or match[3]
     session = SharedCacheSession(setup.target, layers)
     return ModelDrafter(session, setup.vocab_size, setup.coupled, stop_for(setup, int(percent) if percent else None))
@@ -145,11 +109,6 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
 def num_layers(backend: Backend) -> int:
     """How many layers there are to choose from; for the toy, how many lengths of context it mixes."""
     return _layered(backend).num_layers
-
-
-def identity(backend: Backend) -> str:
-    """A name that no other model has: a digest of the weights."""
-    return _layered(backend).weights_digest()
 
 
 def layer_subset(backend: Backend, layers: Sequence[int]) -> Backend:

@@ -191,5 +191,6 @@ def _step_seconds(scorer: DraftScorer, num_rows: int, length: int, seed: int) ->
         started = perf_counter()
         logits = scorer.score(rows, drafted[:, :step], [step] * num_rows, keep=1)
         drafted[:, step] = logits[:, 0].argmax(-1)
+        wait_for_device(backend.device)
         seconds.append(perf_counter() - started)
     return seconds

@@ -1,7 +1,7 @@
 """How fast a head makes its target, judged on texts that it has not learned from.
 
 Their answers are drafted round by round with drafts of each length, as in greedy decoding: the text is the target's
-own, so the draft tokens that agree with it are accepted. Speeds come from measured costs and the planner's formula.
+own, so the draft tokens that agree with it are accepted. Speeds come from the calibrated costs of rounds.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.bench.speed_model.accepted_lengths import Acceptance
-from slipstream.bench.speed_model.formula import expected_tokens, round_milliseconds
-from slipstream.bench.speed_model.round_costs import Costs
+from slipstream.bench.speed_formula import Accepted, expected_tokens, round_seconds
+from slipstream.draft_length.costs import CostModel
 from slipstream.training.trainable_head import STEPS, Batch, TrainableHead
 
 
@@ -32,21 +31,19 @@ class Judgement:
     plain: float
 
 
-def judged(head: TrainableHead, batches: Sequence[Batch], costs: Costs) -> Judgement:
+def judged(head: TrainableHead, batches: Sequence[Batch], costs: CostModel) -> Judgement:
     """The head's speed on these texts."""
     answers = [answer for batch in batches for answer in _answers(head, batch)]
     by_length = [acceptance(answers, length) for length in range(1, STEPS + 1)]
-    rates = [1000 / round_milliseconds(costs, 0.0, 0)]
-    rates += [
-        1000 * expected_tokens(accepted, length) / round_milliseconds(costs, accepted, length)
-        for length, accepted in enumerate(by_length, 1)
-    ]
+    rates = [1 / round_seconds(costs, 0)]
+    for length, accepted in enumerate(by_length, 1):
+        rates.append(expected_tokens(accepted, length) / round_seconds(costs, length))
     best = max(range(len(rates)), key=lambda length: rates[length])
     longest = by_length[-1]
-    return Judgement(expected_tokens(longest, STEPS), longest.accepted, best, rates[best], rates[0])
+    return Judgement(expected_tokens(longest, STEPS), tuple(longest), best, rates[best], rates[0])
 
 
-def acceptance(answers: Sequence[Sequence[int]], length: int) -> Acceptance:
+def acceptance(answers: Sequence[Sequence[int]], length: int) -> Accepted:
     """How much of drafts of this length is accepted.
 
     answers[i][j]: how many tokens agree of a draft that begins at token j of answer i.
@@ -60,7 +57,7 @@ def acceptance(answers: Sequence[Sequence[int]], length: int) -> Acceptance:
             for i in range(accepted):
                 counts[i] += 1
             place += accepted + 1
-    return Acceptance(tuple(count / max(1, rounds) for count in counts), (1.0,) * length)
+    return [count / max(1, rounds) for count in counts]
 
 
 def _answers(head: TrainableHead, batch: Batch) -> list[list[int]]:

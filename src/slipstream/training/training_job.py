@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from slipstream.bench.report.plots import Chart, Line, Point, save
-from slipstream.bench.speed_model.probe import measure_costs
-from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.draft_length.costs import CostModel
 from slipstream.durable_files import locked, replaced
 from slipstream.errors import SlipstreamError, UsageError, one_line, os_reason
 from slipstream.models.heads.head_writer import write_head
@@ -53,13 +52,12 @@ from slipstream.training.training_run import (
 from slipstream.version import __version__
 from slipstream.wiring.model_pair import fingerprint_of
 
-SETTINGS, COSTS, PROGRESS, LOCK = "settings.json", "costs.json", "progress.jsonl", ".lock"
+SETTINGS, PROGRESS, LOCK = "settings.json", "progress.jsonl", ".lock"
 TEXTS_SHARE = 0.5  # of the time, for making texts
 HELD_TOKENS = 4096  # tokens of the texts that are held out
 SIZES = (2048, 4096, 8192, 16384, 32768)  # of draft vocabularies
 FINGERPRINT = "fingerprint"  # the setting that identifies the target
 COVERED = 0.97  # share of the held-out texts' tokens that the draft vocabulary has
-COST_SECONDS, COST_SHARE = 20.0, 0.01  # for measuring rounds: at most these seconds, and this share of the time
 
 
 @dataclass(frozen=True)
@@ -234,12 +232,16 @@ class TrainingJob:
         )
 
     def _train(self, decoder: SpeculativeDecoder, run: TrainingRun, judging: list[Batch]) -> None:
-        folder = self.settings.folder
+        folder, costs = self.settings.folder, list[CostModel]()
 
         def judge(head: TrainableHead, state: State) -> Judgement:
-            if not state.judgements:  # the head must be there to be timed
+            if not costs:  # heads of these sizes take the same time, whatever they have learned
                 self._write(decoder, head, state, None)
-            judgement = judged(head, judging, self._costs(decoder))
+                drafting = decoder.with_draft(str(folder)).using("model", num_draft_tokens="chain")
+                costs.append(drafting.costs)
+                drafting.close()
+                decoder.forget()
+            judgement = judged(head, judging, costs[0])
             self._write(decoder, head, state, judgement)
             return judgement
 
@@ -260,19 +262,6 @@ class TrainingJob:
                 _write_lines(folder / PROGRESS, state.judgements)
         _write_lines(folder / PROGRESS, run.state.judgements)
         draw(folder, run.state)
-
-    def _costs(self, decoder: SpeculativeDecoder) -> Costs:
-        """The costs of rounds that draft with a head of these sizes, measured once for the folder."""
-        path = self.settings.folder / COSTS
-        if not path.exists():
-            drafting = decoder.with_draft(str(self.settings.folder)).using("model", num_draft_tokens="chain")
-            seconds = min(COST_SECONDS, COST_SHARE * self._max_seconds)
-            costs = measure_costs(drafting, widths=range(1, STEPS + 2), seconds=seconds)
-            with replaced(path) as partial:
-                costs.save(partial)
-            drafting.close()
-            decoder.forget()
-        return Costs.read(path)
 
     def _write(self, decoder: SpeculativeDecoder, head: TrainableHead, state: State, last: Judgement | None) -> None:
         model, settings = model_of(decoder.target), self.settings

@@ -9,9 +9,7 @@ import pytest
 
 from slipstream import SamplingParams
 from slipstream.apps.cli.demo import caption
-from slipstream.apps.cli.sweep import _drafters
 from slipstream.bench.comparison import PLAIN, SPECULATIVE, Comparison, Run
-from slipstream.config import DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.text.prompt_sets import NamedPrompt
 from tests.support.command_line import run
@@ -83,7 +81,6 @@ WRITERS = [
     ("train", "--out", "head", "--json"),
     ("train", "--out"),
     ("simulate", "--json"),
-    ("simulate", "--save-costs"),
 ]
 
 
@@ -191,13 +188,6 @@ def test_an_unused_draft_model_is_warned_about(capsys, monkeypatch, caplog) -> N
     caplog.clear()
     assert run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags)[0] == 0
     assert _warnings(caplog) == []
-
-
-@pytest.mark.parametrize("draft", [(), ("--draft", "toy:2")])
-def test_a_sweep_without_drafters_uses_the_decoders_default(draft: tuple[str, ...]) -> None:
-    decoder = SpeculativeDecoder("toy", *draft[1:], num_draft_tokens=3)
-    assert _drafters("", DecoderConfig(), draft[1] if draft else None) == (decoder.drafter_name,)
-    assert _drafters("", DecoderConfig(drafter="ngram:3"), None) == ("ngram:3",)
 
 
 @pytest.mark.parametrize(("seconds", "beginning"), [(0.5, "2.00x (faster)"), (2.0, "0.50x (slower)")])

@@ -44,15 +44,18 @@ def test_a_sweep_leaves_runs_a_table_and_advice(capsys, monkeypatch, tmp_path: P
     more = ("--temperatures", "0,0.8", "--json", str(file), "--report")
     code, out, err = run(capsys, monkeypatch, *arguments, *more)
     header, runs = read_records(folder)
-    report = json.loads(file.read_text())["sweep"]
+    report = json.loads(file.read_text())
     assert code == 0, err
     assert len(runs) == 2 * 2 * 2 * (1 + 2 * 2) and header.settings["reference"] == "none~0"
-    assert [series["series"] for series in report] == ["ngram~0", "model~0", "ngram~0.8", "model~0.8"]
-    assert all([cell["length"] for cell in series["lengths"]] == [0, 1, 2] for series in report)
-    model = report[1]["lengths"][2]
+    arms = {arm["arm"]: arm for arm in report["summary"]}
+    drafting = [f"{drafter}@{n}" for drafter in ("ngram", "model") for n in (1, 2)]
+    assert set(arms) == {f"{name}~{t}" for t in ("0", "0.8") for name in ("none", *drafting)}
+    model = arms["model@2~0"]
     assert model["verdicts"]["identical"] == 2 and len(model["acceptance_by_position"]) == 2
     assert model["stats"]["acceptance_rate"] > 0
-    assert report[1]["best"]["sentence"] in out and "2 identical" in out
+    assert "speed-up against none~0," in out and "speed-up against none~0.8," in out
+    assert len(report["best_lengths"]) == 4 and all(best in " ".join(out.split()) for best in report["best_lengths"])
+    assert any(path.stem.startswith("speed_by_draft_length") for path in (folder / "plots").iterdir())
     assert (folder / "report.html").exists() and "report.html" in err
 
 
@@ -69,6 +72,19 @@ def test_a_sweep_resumes_where_it_was_killed(capsys, monkeypatch, tmp_path: Path
     assert code == 2 and "top_k" in err and "allowed: the same settings, or another folder" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "drafter"),
+    [((), "suffix"), (("--draft", "toy:2"), "model"), (("--drafter", "ngram:3"), "ngram:3")],
+)
+def test_without_drafters_it_sweeps_the_decoders_own(
+    capsys, monkeypatch, tmp_path: Path, prompts: str, arguments: tuple[str, ...], drafter: str
+) -> None:
+    small = ("--max-tokens", "4", "--repeats", "1", "--prompt-file", prompts, "--lengths", "2")
+    assert run(capsys, monkeypatch, *arguments, *small, "--out", str(tmp_path / "runs"))[0] == 0
+    header, _ = read_records(tmp_path / "runs")
+    assert header.settings["arms"] == ["none~0", f"{drafter}@2~0"]
+
+
 def test_a_wrong_text_fails_the_command(capsys, monkeypatch, tmp_path: Path, prompts: str) -> None:
     right, wrong = command.load_decoder, load_wrong_rule("first-mismatch-kept")
     monkeypatch.setattr(command, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
@@ -81,15 +97,16 @@ def test_a_wrong_text_fails_the_command(capsys, monkeypatch, tmp_path: Path, pro
     ("arguments", "message"),
     [
         (("--lengths", "8-x"), "--lengths '8-x'; allowed: whole numbers and ranges"),
-        (("--lengths", "0-100"), "draft length 65; allowed: 0 to 64\n"),
-        (("--lengths", "5-3"), "the range 5-3 is empty"),
-        (("--temperatures", "-1"), "--temperatures '-1'; allowed: numbers, 0 or more"),
+        (("--lengths", "0-100"), "draft length 65; allowed: 1 to 64 tokens\n"),
+        (("--lengths", "5-3"), "--lengths '5-3' has no length above 0"),
+        (("--temperatures", "-1"), "arm 'none~-1'; allowed: DRAFTER"),
         (("--temperature", "0.5"), "--temperature 0.5 names one temperature; allowed: --temperatures"),
         (("--num-draft-tokens", "3"), "--num-draft-tokens 3 names one length; allowed: --lengths"),
         (("--drafter", "ngram", "--drafters", "ngram_table"), "--drafter ngram beside --drafters"),
-        (("--drafters", "none"), "none is draft length 0"),
+        (("--drafters", "none"), "none drafts nothing"),
+        (("--drafters", "ngram,ngram"), "arm 'ngram@1~0' is given twice"),
         (("--drafters", "oracle"), "drafter"),
-        (("--batch-size", "9"), "--batch-size 9; allowed: up to max_batch_size (8)"),
+        (("--batch-size", "9"), "batch size 9; allowed: up to max_batch_size (8)"),
         (("--category", "poetry"), "category 'poetry'"),
     ],
 )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from slipstream.bench.arms import Arm
     from slipstream.bench.plan import BenchPrompt
     from slipstream.bench.summary import ArmSummary
+    from slipstream.text.prompt_sets import NamedPrompt
 
 ARMS = (
     "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMP], hf, hf-assisted, hf-assisted-tuned[@LENGTH], "
@@ -104,32 +105,52 @@ def bench_command(
             f"--at-once with --batch-sizes {options.batch_sizes}; allowed: the only batch size is max_batch_size "
             f"({config.max_batch_size})"
         )
-    names, named = _arms(options.arms, config), prompt_set(choice)
+    names, prompts = _arms(options.arms, config), prompt_set(choice)
+    run_arms(names, prompts, batches, (models, config, params), options, json_file)
+
+
+def run_arms(
+    names: str,
+    prompts: Sequence[NamedPrompt],
+    batches: Sequence[int],
+    settings: tuple[Models, DecoderConfig, SamplingParams],
+    options: BenchOptions,
+    json_file: Path | None,
+) -> None:
+    """Measure these arms, print and write what came out; SlipstreamError if one failed or has a wrong text."""
+    models, config, params = settings
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
     from slipstream.apps.cli.measuring import Benchmark, fail_on_wrong_texts, report_folder
     from slipstream.bench.arms import parse_arms, reference_of
+    from slipstream.bench.length_series import best_lengths, references, summarise_by_temperature
     from slipstream.bench.llama_cpp import require_llama
     from slipstream.bench.plan import name_prompts
     from slipstream.bench.report import require_matplotlib
     from slipstream.bench.result_tables import bench_tables
-    from slipstream.bench.summary import summarise
 
     if options.report:
         require_matplotlib()
-    arms, prompts = parse_arms(names), name_prompts(named)
+    arms, named = parse_arms(names), name_prompts(prompts)
     require_llama(arms, models.target)
-    _refuse_missing_predictions(arms, prompts)
+    _refuse_missing_predictions(arms, named)
     reference, chat = reference_of(arms, options.reference), not options.raw
     benchmark = Benchmark(
-        models, config, params, prompts, arms, reference, batches, options.repeats, options.at_once, chat
+        models, config, params, named, arms, reference, batches, options.repeats, options.at_once, chat
     )
     folder = options.out_folder or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
     header, runs = benchmark.run(folder)
-    summaries = summarise(runs, reference)
-    for table in bench_tables(summaries, reference):
-        out.print(table)
+    summaries, compared_with = (
+        summarise_by_temperature(runs, reference),
+        references([arm.name for arm in arms], reference),
+    )
+    for base in dict.fromkeys(compared_with.values()):
+        for table in bench_tables([arm for arm in summaries if compared_with[arm.arm] == base], base):
+            out.print(table)
+    for sentence in (best := best_lengths(summaries)):
+        out.sentence(sentence)
     report_folder(folder, header, page=options.report)
-    write_json(json_file, asdict(header) | {"summary": [arm.to_dict() for arm in summaries]})
+    results = {"summary": [arm.to_dict() for arm in summaries], "best_lengths": best}
+    write_json(json_file, asdict(header) | results)
     fail_on_wrong_texts(summaries)
     _fail_on_failures(summaries)
 

@@ -1,43 +1,37 @@
-"""`slipstream simulate`: predicted speed-up over draft length and batch, from costs measured or computed on paper."""
+"""`slipstream simulate`: predicted speed-up by draft length and batch size, from measured costs or from a roofline."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.apps.cli.application import command, quiet_libraries, write_json
+from slipstream.apps.cli.application import command, load_decoder, write_json
 from slipstream.apps.cli.consoles import err, out
-from slipstream.apps.cli.flags import MEASURING, MODELS, NAMED, OUTPUT, DraftModel, Json, flags, option
-from slipstream.apps.cli.output_files import check_file
+from slipstream.apps.cli.flags import MODELS, NAMED, DraftModel, Json, Models, flags, option
 from slipstream.checks import read_json
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 
 if TYPE_CHECKING:
-    from slipstream.bench.arms import Arm
-    from slipstream.bench.speed_model.accepted_lengths import Acceptance
-    from slipstream.bench.speed_model.round_costs import Costs
+    from slipstream.bench.speed_formula import Accepted
+    from slipstream.draft_length.costs import CostModel
 
 PAPER, GRID = "Costs on paper", "What is predicted"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A pair of models whose costs are measured, or a file of costs that were measured before."""
+    """A pair of models whose costs are measured."""
 
     target: Annotated[
         str | None,
-        option(MODELS, "-m", "--target", "--model", text=f"measure the costs of this target: {NAMED}", metavar="MODEL"),
+        option(MODELS, "-m", "--target", "--model", text=f"predict for this target: {NAMED}", metavar="MODEL"),
     ] = None
     draft: DraftModel = None
-    seconds: Annotated[float, option(MEASURING, "--seconds", text="time for measuring", metavar="SECONDS")] = 20.0
-    costs_file: Annotated[
-        Path | None, option(MEASURING, "--costs", text="read the costs from this file instead", metavar="FILE")
-    ] = None
 
 
 def read_size(text: str | float) -> float:
@@ -63,11 +57,6 @@ class OnPaper:
     bandwidth: Annotated[float, _size("--bandwidth", "memory bandwidth of the machine in bytes/s, as 100g")] = 0.0
     flops: Annotated[float, _size("--flops", "its FLOP/s, as 10t")] = 0.0
 
-    @property
-    def is_given(self) -> bool:
-        """Whether any of these numbers is given."""
-        return self != OnPaper()
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -88,29 +77,16 @@ class Grid:
     ] = None
     length: Annotated[
         list[int],
-        option(GRID, "--length", text="draft length; several times", metavar="N", min=1),
+        option(GRID, "--length", text="draft length; several times; default: 1 to 8", metavar="N", min=1),
     ] = ()  # type: ignore[assignment]
     batch: Annotated[
         list[int], option(GRID, "--batch", text="rows decoded together; several times", metavar="N", min=1)
     ] = ()  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class RecordedArm:
-    """An arm's acceptance in a run.
-
-    arm: None if the run was no benchmark. stats, plain: by batch size, the statistics of the arm and of plain decoding
-    in that run, as `Stats.to_dict()`.
-    """
-
-    acceptance: Acceptance
-    arm: Arm | None = None
-    stats: dict[int, dict[str, Any]] = field(default_factory=dict)
-    plain: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-
 EXAMPLE = OnPaper(target_params=8e9, draft_params=5e8, bandwidth=1e12, flops=1e14)
 EXAMPLE_ALPHA = 0.7
+USUAL_LENGTHS = range(1, 9)
 
 
 @command(
@@ -121,161 +97,101 @@ EXAMPLE_ALPHA = 0.7
 )
 @flags(Measured, OnPaper, Grid, DecoderConfig)
 def simulate_command(
-    config: DecoderConfig,
-    measured: Measured,
-    paper: OnPaper,
-    grid: Grid,
-    save_costs: Annotated[
-        Path | None,
-        option(
-            OUTPUT,
-            "--save-costs",
-            text="write the costs to this file",
-            metavar="FILE",
-            callback=check_file("--save-costs"),
-        ),
-    ] = None,
-    json_file: Json = None,
+    config: DecoderConfig, measured: Measured, paper: OnPaper, grid: Grid, json_file: Json = None
 ) -> None:
     """Predict the speed-up of a pair of models before trying it.
 
     Prints the best length, and where speculation stops paying. Without options: an example on paper.
     """
-    _refuse_two_acceptances(grid)
-    is_example = not paper.is_given and measured == Measured()
+    if grid.alpha is not None and grid.stats is not None:
+        raise UsageError("the acceptance comes from --alpha or from --stats; allowed: one of them")
+    if grid.arm is not None and (grid.stats is None or not grid.stats.is_dir()):
+        raise UsageError(f"--arm {grid.arm} names an arm of a benchmark; allowed: together with --stats FOLDER")
+    is_example = measured == Measured() and paper == OnPaper()
     if is_example:
         paper = EXAMPLE
     _refuse_two_sources(config, measured, paper)
-    recorded = None if grid.stats is None else _recorded_arm(grid.stats, grid.arm)
-    acceptance = (EXAMPLE_ALPHA if grid.alpha is None else grid.alpha) if recorded is None else recorded.acceptance
-    costs = _costs(config, measured, paper, grid, recorded)
-    if save_costs is not None:
-        costs.save(save_costs)
-    from slipstream.apps.cli.tables import print_simulation
-    from slipstream.bench.speed_model.formula import simulate
+    from slipstream.apps.cli.tables import simulation_table
+    from slipstream.bench.speed_formula import independent, simulate, table_of
+    from slipstream.draft_length.costs import STEP
 
-    simulation = simulate(costs, acceptance, grid.length or None, grid.batch or None)
+    alpha = EXAMPLE_ALPHA if grid.alpha is None else grid.alpha
+    accepted = independent(alpha) if grid.stats is None else _recorded(grid.stats, grid.arm)
+    costs = _costs(config, measured, paper)
+    lengths = grid.length or [n for n in USUAL_LENGTHS if n <= len(accepted)]
+    batches = grid.batch or [1 << n for n in range(costs.max_batch_size.bit_length())]
+    simulation = simulate(costs, accepted, lengths, batches)
+    if not costs.steps:
+        err.sentence(f"assumed: drafting a token takes {STEP:.0%} of a forward of the target")
     if is_example:
         err.sentence(
             "EXAMPLE, nothing is measured: an 8B target and a 0.5B draft model in bf16 at 1 TB/s and 100 TFLOP/s; your "
             "own: --model MODEL, or --target-params and the like"
         )
-    if grid.alpha is None and recorded is None:
+    if grid.alpha is None and grid.stats is None:
         err.sentence(f"assumed: {EXAMPLE_ALPHA:.0%} of tested tokens are accepted; measured: --stats RUN")
-    result = print_simulation(out, costs, acceptance, simulation)
-    if recorded is not None and recorded.arm is not None:
-        result["observed"] = _print_observed(costs, recorded)
-    write_json(json_file, result)
+    out.print(simulation_table(simulation))
+    for line in simulation.conclusions:
+        out.sentence(line)
+    acceptance = alpha if grid.stats is None else accepted
+    write_json(json_file, {"costs": table_of(costs), "acceptance": acceptance, "simulation": vars(simulation)})
 
 
 def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPaper) -> None:
-    if sum([measured.target is not None, measured.costs_file is not None, paper.target_params != 0]) != 1:
-        raise UsageError("costs come from --target, --costs or --target-params; allowed: exactly one of them")
-    if paper.target_params == 0 and paper.is_given:
+    if (measured.target is None) == (paper.target_params == 0):
+        raise UsageError("costs come from --target or --target-params; allowed: exactly one of them")
+    if paper.target_params == 0 and paper != OnPaper():
         raise UsageError("--draft-params, --bandwidth and --flops belong to --target-params; allowed: together with it")
     if measured.target is None and (measured.draft is not None or config != DecoderConfig()):
         raise UsageError("--draft and the decoder's flags belong to --target; allowed: together with it")
-    if measured.target is None and measured.seconds != Measured().seconds:
-        raise UsageError("--seconds is the time for measuring a --target; allowed: together with it")
     for name in ("num_draft_tokens", "acceptance"):
         if getattr(config, name) != "auto":
-            raise UsageError(f"{name}={getattr(config, name)!r}; allowed: 'auto', costs are measured for all --length")
+            raise UsageError(f"{name}={getattr(config, name)!r}; allowed: 'auto', as every --length is predicted")
     for name in ("bandwidth", "flops"):
         if paper.target_params != 0 and getattr(paper, name) == 0:
             raise UsageError(f"--target-params without --{name}; allowed: with --bandwidth NUMBER and --flops NUMBER")
 
 
-def _costs(
-    config: DecoderConfig, measured: Measured, paper: OnPaper, grid: Grid, recorded: RecordedArm | None
-) -> Costs:
-    from slipstream.bench.speed_model.round_costs import Costs, Machine, paper_costs
+def _costs(config: DecoderConfig, measured: Measured, paper: OnPaper) -> CostModel:
+    from slipstream.bench.speed_formula import roofline
 
-    if measured.costs_file is not None:
-        return Costs.read(measured.costs_file)
     if measured.target is None:
-        machine = Machine(memory_bandwidth=paper.bandwidth, flops=paper.flops)
-        return paper_costs(paper.target_params, paper.draft_params, machine)
-    quiet_libraries()
-    from slipstream.bench.speed_model.probe import measure_costs
-    from slipstream.decoder import SpeculativeDecoder
-
-    if recorded is not None and recorded.arm is not None and config.drafter == "auto":
-        config = replace(config, drafter=recorded.arm.drafter or "auto")
-    chains = replace(config, num_draft_tokens="chain")  # trees are not predicted
-    decoder = SpeculativeDecoder(measured.target, measured.draft, **vars(chains))
-    err.print(f"measuring for {measured.seconds:g} s ...")
-    usual = 8 if recorded is None else max(1, recorded.acceptance.longest)
-    batches = grid.batch or sorted({1, 4, *(recorded.stats if recorded else ())})
-    lengths = range(1, max(grid.length, default=usual) + 2)
-    return measure_costs(decoder, batches, lengths, seconds=measured.seconds)
+        return roofline(paper.target_params, paper.draft_params, paper.bandwidth, paper.flops)
+    return load_decoder(Models(measured.target, measured.draft), config).costs
 
 
-def _refuse_two_acceptances(grid: Grid) -> None:
-    if grid.alpha is not None and grid.stats is not None:
-        raise UsageError("the acceptance comes from --alpha or from --stats; allowed: one of them")
-    if grid.arm is not None and (grid.stats is None or not grid.stats.is_dir()):
-        raise UsageError(f"--arm {grid.arm} names an arm of a benchmark; allowed: together with --stats FOLDER")
-
-
-def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
-    """The arm in the folder of a benchmark, or in a JSON file of `compare --json` or of `Stats.to_dict()`."""
-    from slipstream.bench.speed_model.accepted_lengths import Acceptance
+def _recorded(path: Path, arm: str | None) -> Accepted:
+    """The acceptance of an arm in the folder of a benchmark, or in a JSON file of `compare` or of `Stats`."""
+    from slipstream.bench.speed_formula import recorded
+    from slipstream.bench.summary import total_stats
 
     if path.is_dir():
-        return _arm_of_folder(path, arm)
+        return recorded(total_stats(_stats_of_arm(path, arm)))
     values = read_json("--stats", path)
     inner = values.get("summary", values) if isinstance(values, dict) else None
     stats = inner.get("stats", inner) if isinstance(inner, dict) else None
-    if not isinstance(stats, dict):
-        raise UsageError(f"--stats {str(path)!r} holds no statistics; allowed: what compare --json writes, or a folder")
-    return RecordedArm(Acceptance.from_stats(stats))
-
-
-def _arm_of_folder(folder: Path, name: str | None) -> RecordedArm:
-    """The arm called `name` in the folder of a benchmark; None: the only one that drafts."""
-    from slipstream.bench.arms import PLAIN, parse_arm
-    from slipstream.bench.records import read_records
-    from slipstream.bench.speed_model.accepted_lengths import Acceptance
-    from slipstream.bench.summary import summarise, total_stats
-
-    _, runs = read_records(folder)
-    summaries = summarise(runs, PLAIN)
-    names = list(dict.fromkeys(s.arm for s in summaries if s.stats is not None and s.stats.num_draft_tokens))
-    if not names:
-        raise UsageError(f"--stats {str(folder)!r} has no arm that drafts; allowed: a folder in which one does")
-    if name is None and len(names) > 1:
+    try:
+        return recorded(total_stats([stats]))  # type: ignore[list-item]
+    except (AttributeError, TypeError, KeyError) as error:
         raise UsageError(
-            f"--stats {str(folder)!r} has {len(names)} arms that draft; allowed: --arm {' or '.join(names)}"
-        )
-    name = name or names[0]
-    if name not in names:
-        raise UsageError(f"--arm {name!r} drafted nothing in {str(folder)!r}; allowed: {', '.join(names)}")
-    arm = parse_arm(name)
-
-    def is_plain(other: Arm) -> bool:
-        return other.drafter == PLAIN and (other.fast, other.temperature) == (arm.fast, arm.temperature)
-
-    stats = {s.batch: s.stats.to_dict() for s in summaries if s.arm == name and s.stats}
-    plain = {s.batch: s.stats.to_dict() for s in summaries if s.stats and is_plain(parse_arm(s.arm))}
-    return RecordedArm(Acceptance.from_stats(total_stats(list(stats.values())).to_dict()), arm, stats, plain)
+            f"--stats {str(path)!r} holds no statistics; allowed: what compare --json writes, or a folder"
+        ) from error
 
 
-def _print_observed(costs: Costs, recorded: RecordedArm) -> dict[int, dict[str, float]]:
-    """Print the run's speed-up beside the one predicted from its rounds, for the batch sizes that the costs cover."""
-    from slipstream.bench.speed_model.formula import predict_from_stats
+def _stats_of_arm(folder: Path, name: str | None) -> list[dict[str, Any]]:
+    """Statistics of each run of the arm; name None: the only arm that drafts."""
+    from slipstream.bench.records import read_records
 
-    observed = {}
-    for batch, stats in recorded.stats.items():
-        if batch not in recorded.plain:
-            continue
-        try:
-            prediction = predict_from_stats(stats, costs, plain=recorded.plain[batch])
-        except UsageError as error:
-            err.sentence(f"batch {batch}: no prediction for this run: {error}")
-            continue
-        out.sentence(
-            f"batch {batch}: this run was {prediction.observed:.2f}x plain decoding, "
-            f"{prediction.predicted:.2f}x is predicted from its rounds"
-        )
-        observed[batch] = prediction.to_dict()
-    return observed
+    by_arm: dict[str, list[dict[str, Any]]] = {}
+    for run in read_records(folder)[1]:
+        if run.stats is not None and run.stats["num_draft_tokens"]:
+            by_arm.setdefault(run.arm, []).append(run.stats)
+    if not by_arm:
+        raise UsageError(f"--stats {str(folder)!r} has no arm that drafts; allowed: a folder in which one does")
+    if name is None and len(by_arm) > 1:
+        arms = " or ".join(by_arm)
+        raise UsageError(f"--stats {str(folder)!r} has {len(by_arm)} arms that draft; allowed: --arm {arms}")
+    name = name or next(iter(by_arm))
+    if name not in by_arm:
+        raise UsageError(f"--arm {name!r} drafted nothing in {str(folder)!r}; allowed: {', '.join(by_arm)}")
+    return by_arm[name]

@@ -1,4 +1,4 @@
-"""What the commands print: coloured text, tables, comparisons, simulations, sweeps. Nothing is computed here."""
+"""What the commands print: coloured text, tables, comparisons, simulations. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -10,23 +10,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.apps.cli.consoles import Stream, out
+from slipstream.apps.cli.consoles import Stream
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
 from slipstream.bench.result_tables import (
-    FIGURES,
     Cell,
     Row,
     TerminalTable,
-    acceptance_cells,
-    accepted_by_position,
-    speed_cells,
-    verdict_cell,
 )
 from slipstream.bench.result_tables import Table as ResultTable
-from slipstream.bench.speed_model.accepted_lengths import Acceptance
-from slipstream.bench.speed_model.formula import Simulation, conclusions
-from slipstream.bench.speed_model.round_costs import Costs
-from slipstream.bench.sweep_grid import Series, best_of, label
+from slipstream.bench.speed_formula import Simulation
 from slipstream.certificate.checks import Check
 from slipstream.certificate.parity import verdict
 from slipstream.text.detokenizer import TextStream
@@ -155,61 +147,18 @@ def certificate(checks: Sequence[Check]) -> TerminalTable:
     return TerminalTable(ResultTable("", columns, rows, words=("result", "evidence"), optional=("seconds",)))
 
 
-def print_simulation(
-    console: Stream, costs: Costs, acceptance: Acceptance | float, simulation: Simulation
-) -> dict[str, Any]:
-    """Print the table and what follows from it; returns costs and table for JSON."""
-    console.print(simulation_table(simulation))
-    for line in conclusions(costs, simulation):
-        console.sentence(line)
-    shown = vars(acceptance) if isinstance(acceptance, Acceptance) else acceptance
-    return {"costs": costs.to_dict(), "acceptance": shown, "simulation": simulation.to_dict()}
-
-
 def simulation_table(simulation: Simulation) -> TerminalTable:
     """Speed-ups by draft length, a column per batch."""
-    columns = ("draft\nlength", "tokens per\nforward", *(f"batch\n{batch}" for batch in simulation.batches))
-    rows: list[Row] = [
-        [
-            str(length),
-            f"{simulation.tokens[length]:.2f}",
-            *(_speed_up(simulation, batch, length) for batch in simulation.batches),
-        ]
-        for length in simulation.lengths
-    ]
+    columns = ("draft\nlength", "tokens per\nforward", *(f"batch\n{batch}" for batch in simulation.best))
+    rows: list[Row] = []
+    for length, tokens in simulation.tokens.items():
+        cells: list[str | Cell] = [str(length), f"{tokens:.2f}"]
+        for batch, best in simulation.best.items():
+            value = simulation.speed_ups[batch][length]
+            if length == best:
+                cells.append(Cell(f"{value:.2f}x*", tone="best"))
+            else:
+                cells.append(Cell(f"{value:.2f}x-", tone="slower") if value < 1 else Cell(f"{value:.2f}x "))
+        rows.append(cells)
     title = "predicted speed-up over plain decoding (* best, - slower)"
     return TerminalTable(ResultTable(title, columns, rows))
-
-
-def _speed_up(simulation: Simulation, batch: int, length: int) -> Cell:
-    speed_up = simulation.speed_ups[batch][length]
-    if length == simulation.best[batch]:
-        return Cell(f"{speed_up:.2f}x*", tone="best")
-    return Cell(f"{speed_up:.2f}x-", tone="slower") if speed_up < 1 else Cell(f"{speed_up:.2f}x ")
-
-
-def print_series(series: Sequence[Series]) -> None:
-    """Print the tables of every series, then the best setting of each."""
-    for entry in series:
-        drafting = [cell for cell in entry.cells if cell.length > 0]
-        shares = [(f"length {cell.length}", cell.summary.acceptance_by_position) for cell in drafting]
-        out.print(series_table(entry), accepted_by_position(shares))
-    for entry in series:
-        best = best_of(entry)
-        out.sentence(best.sentence if best else f"{entry.name}: no advice, since runs of it failed")
-
-
-def series_table(series: Series) -> TerminalTable:
-    """One line per draft length: speed with its interval, parity, and how much was accepted."""
-    title = f"{label(series.name)}, batch size {series.batch}: speed-up against plain decoding, with 95 % intervals"
-    rows: list[Row] = [
-        [
-            str(cell.length),
-            *speed_cells(cell.summary),
-            verdict_cell(cell.summary.verdicts),
-            *acceptance_cells(cell.summary, "-"),
-        ]
-        for cell in series.cells
-    ]
-    optional = ["alpha", "acceptance\nrate"]
-    return TerminalTable(ResultTable(title, ("draft\nlength", *FIGURES), rows, words=["texts"], optional=optional))

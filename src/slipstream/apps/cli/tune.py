@@ -126,7 +126,7 @@ def tune_command(
     from slipstream.bench.plan import groups, name_prompts
     from slipstream.bench.records import make_header, start
     from slipstream.bench.tuning.advice import tune
-    from slipstream.bench.tuning.search import Budget, Meter, SearchSpace, predictable
+    from slipstream.bench.tuning.search import Budget, Meter, SearchSpace, candidates
 
     _refuse_lossy(config)
     prompts = name_prompts(named)
@@ -138,14 +138,12 @@ def tune_command(
     with interruptible(lambda: _what_is_saved(folder)):
         models = Models(options.target, options.drafts[0] if options.drafts else None)
         decoder = load_decoder(models, config)
-        space = SearchSpace(decoder, options.drafts, params, chat=not options.raw)
-        arms = [
-            space.plain,
-            *(space.arm(replace(kind, length=options.longest)) for kind in predictable(options.drafts)),
-        ]
-        settings = {"reference": space.plain.name, "batch_sizes": batches, "chat": not options.raw}
-        settings |= {"budget": options.budget, "longest": options.longest, "drafts": options.drafts}
         names = {"target": models.target, "draft": draft_name(models, decoder)}
+        drafts = options.drafts or [draft for draft in (names["draft"],) if draft]  # what the target brings
+        space = SearchSpace(decoder, drafts, params, chat=not options.raw)
+        arms = [space.plain, *map(space.arm, candidates(drafts, options.longest))]
+        settings = {"reference": space.plain.name, "batch_sizes": batches, "chat": not options.raw}
+        settings |= {"budget": options.budget, "longest": options.longest, "drafts": drafts}
         header = make_header(names, arms, prompts, config, params, command_line(), **settings)
         start(folder, header)
         with _watched(options.budget) as show_progress:

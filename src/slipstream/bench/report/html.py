@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream import drafters
 from slipstream.bench.arms import ASSISTED, HF, LLAMA, LLAMA_LOOKUP, LOOKUP, TUNED, label, parse_arm
+from slipstream.bench.length_series import best_lengths
 from slipstream.bench.records import Header, VerdictName
 from slipstream.bench.report.headline import advice, headline, num_prompts, over_hugging_face, text_verdicts
 from slipstream.bench.report.plots import Chart, height_of, inline_svg
@@ -26,7 +27,6 @@ from slipstream.bench.report.report_data import (
 )
 from slipstream.bench.result_tables import Row, Table, cell, time_shares
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
-from slipstream.bench.sweep_grid import best_of, series_of
 from slipstream.checks import counted
 from slipstream.config import DecoderConfig
 from slipstream.sampling.params import SamplingParams
@@ -56,7 +56,7 @@ def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> 
         warnings=_warnings(data),
         verdicts=text_verdicts(data),
         advice=advice(data),
-        lengths=_lengths(data),
+        lengths=best_lengths(data.summaries),
         overall=[_overall(data, batch) for batch in _batches(data)],
         families=[_families(data, batch) for batch in _batches(data)],
         failures=_failures(data),
@@ -89,12 +89,6 @@ def _warnings(data: Data) -> list[str]:
     ]
     lossy = {arm.arm for arm in data.summaries if arm.stats is not None and not arm.stats.lossless}
     return lines + [f"{data.label(name)} is lossy: its text is not the target's own." for name in sorted(lossy)]
-
-
-def _lengths(data: Data) -> list[str]:
-    """The best draft length of each drafter that was measured at several."""
-    several = [series for series in series_of(data.summaries) if sum(cell.length > 0 for cell in series.cells) > 1]
-    return [best.sentence for series in several if (best := best_of(series)) is not None]
 
 
 def _batches(data: Data) -> list[int]:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from slipstream.bench.arms import Arm, parse_arm
+from slipstream.bench.length_series import Cell, Series, parity_of, series_of
 from slipstream.bench.report.headline import FEW_PROMPTS
 from slipstream.bench.report.report_data import Data, acceptance, acceptance_at, drafted_at
 from slipstream.bench.summary import ArmSummary, Estimate
-from slipstream.bench.sweep_grid import Cell, Series, parity_of, series_of
 from slipstream.errors import SlipstreamError, UsageError, os_reason
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.bench.arms import check_reference, label, parse_arm
+from slipstream.bench.length_series import references, summarise_by_temperature
 from slipstream.bench.records import Header, Run, read_records
 from slipstream.bench.summary import RESAMPLES, SEED, ArmSummary, Estimate, estimated, summarise
-from slipstream.bench.sweep_grid import references, summarise_by_temperature
 from slipstream.checks import counted
 from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import UsageError

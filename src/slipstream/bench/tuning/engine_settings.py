@@ -78,7 +78,8 @@ def _vllm(candidate: Candidate, stops_early: bool) -> Settings:
         value = {"method": "suffix", **value, **bounds}
     else:
         kind = _trained_kind(candidate)
-        value = {"method": ENGINE_NAMES[kind][0], "model": candidate.draft}
+        value = {"method": ENGINE_NAMES[kind][0]}
+        value |= {} if candidate.draft == MTP else {"model": candidate.draft}  # MTP layers are the target's own
         value |= {"num_speculative_tokens": candidate.tokens}
         value |= {"parallel_drafting": True} if kind in (PARD, PEAGLE) else {}
         notes = _model_notes(candidate, stops_early, "vLLM")
@@ -130,7 +131,9 @@ def _llamacpp(candidate: Candidate, stops_early: bool) -> Settings:
 
 
 def _trained_kind(candidate: Candidate) -> str | None:
-    return None if candidate.draft is None else trained_kind(candidate.draft)
+    if candidate.draft is None or candidate.draft == MTP:
+        return candidate.draft
+    return trained_kind(candidate.draft)
 
 
 def _token_by_token(kind: str | None, engine: str) -> list[str]:
@@ -162,14 +165,14 @@ def with_fixed_length(
 ) -> tuple[Candidate, tuple[str, ...]]:
     """The candidate with one draft length, as other engines need it, and notes that say where the length is from.
 
-    One that chooses its lengths gets the fastest of those measured with its drafter, else the usual one, up to
-    `longest`. others: the other candidates' results.
+    One that chooses its lengths gets the fastest of those that stayed in the race longest with its drafter, else the
+    usual one, up to `longest`. others: the other candidates' results.
     """
     if candidate.length is not None:
         return candidate, ()
     drafter = "model" if needs_draft(candidate) else candidate.kind
     speeds = {
-        result.candidate.length: result.measured.value
+        result.candidate.length: (result.units, result.measured.value)
         for result in others
         if (result.candidate.drafter, result.candidate.draft) == (drafter, candidate.draft)
         and result.candidate.length is not None
@@ -181,7 +184,8 @@ def with_fixed_length(
         length = min(hybrid.STEPS if candidate.kind == "hybrid" else candidate.tokens, longest)
         return replace(candidate, length=length), (f"{chooses}; no fixed length was measured, {length} is a guess",)
     length = max(speeds, key=lambda n: speeds[n])
-    note = f"{chooses}; {length} is the fastest fixed length measured ({drafter}@{length}: {speeds[length]:.2f}x)"
+    speed_up = speeds[length][1]
+    note = f"{chooses}; {length} is the fastest fixed length measured ({drafter}@{length}: {speed_up:.2f}x)"
     return replace(candidate, length=length), (note,)
 
 

@@ -1,1 +1,0 @@
-"""What speculation should gain: what a round costs, how far drafts get, and the formula over both."""
