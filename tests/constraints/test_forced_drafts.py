@@ -56,9 +56,9 @@ def edited(tokens: Sequence[Context], grammar: object, q: Distribution | None) -
             for draft_tokens in tokens
         ]
         draft = replace(draft, probs=torch.tensor(np.array(table), dtype=torch.float32))
-    made = ForcedDrafts(target)(rows, lambda lengths: draft.cut(lengths or draft.lengths))
-    assert all(row.tokens == [0] for row in rows)
-    return made
+    grammar = ForcedDrafts(target)
+    forced = grammar.forced(rows)
+    return grammar.around(rows, forced, draft.cut(grammar.room_after(rows, forced)))
 
 
 def lines(draft: Draft) -> list[Context]:

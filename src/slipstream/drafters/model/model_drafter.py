@@ -361,7 +361,8 @@ def build(setup: Setup, argument: str) -> Drafter:
     if setup.session is None:
         raise UsageError("drafter='model' needs a draft model; give draft=... (command line: --draft)")
     if setup.bridged is not None:
-        return load(":".join(filter(None, ["cross_vocabulary", argument])), setup)
+        other: Drafter = load(":".join(filter(None, ["cross_vocabulary", argument])), setup)
+        return other
     stop = stop_for(setup, match and int(match[1]))
     siblings = setup.siblings if setup.fixed_tree or isinstance(stop, WhilePays) else 0
     return ModelDrafter(
