@@ -13,7 +13,7 @@ from slipstream import Draft, Drafter, SamplingParams, SpeculativeDecoder, Stats
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
 from slipstream.core.session import Session
-from slipstream.core.types import Row
+from slipstream.core.types import Row, Traits
 from slipstream.draft_length.policies import Fixed
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import engine, run
@@ -174,6 +174,8 @@ class Stumbling:
     inner: Drafter
     rounds_left: int
     error: BaseException
+
+    traits = Traits(has_own_cache=True)  # that of the draft model inside
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         draft = self.inner.propose(rows, lengths, sampler)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream import Draft, SamplingParams
-from slipstream.core.interfaces import Source
+from slipstream.core.interfaces import Policy, Source
 from slipstream.core.rounds import MODEL, RETRIEVAL, Round, RowDraft, Seconds
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import FIRST_YIELD, ModelDrafts, bin_of
@@ -72,10 +72,11 @@ def verified_length(planner: Planner, running: Row, proposed: Draft, *, right: b
     return length
 
 
-def lengths_of(planner: Planner, rows: Sequence[Row]) -> list[int]:
-    """How many tokens the planner's only source is asked for."""
-    source = Source(None, takes_forwards=planner.only_model)  # type: ignore[arg-type]
-    return planner.lengths(rows, source, Draft.empty(len(rows), CPU), [64] * len(rows))
+def lengths_of(policy: Policy, rows: Sequence[Row]) -> list[int]:
+    """How many tokens the policy's only source is asked for."""
+    takes_forwards = isinstance(policy, Planner) and policy.only_model
+    source = Source(None, takes_forwards)  # type: ignore[arg-type]
+    return policy.lengths(rows, source, Draft.empty(len(rows), CPU), [64] * len(rows))
 
 
 def asked_in_vain(planner: Planner, running: Row) -> int:

@@ -15,6 +15,7 @@ from slipstream.core.types import Row
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import Planner
 from slipstream.draft_length.policies import Fixed
+from slipstream.drafters import Setup, suffix
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import InTurn
 from tests.support.markers import mostly_slow
@@ -110,8 +111,14 @@ def test_an_unlikely_retrieved_draft_is_not_used() -> None:
 
 
 def test_a_retrieved_draft_is_cut_where_it_becomes_unlikely() -> None:
-    drafter = hybrid(Scripted([[5] * 7]), Scripted([[9]]))
-    assert drafts(propose(drafter, rows(1), [7])) == [[5] * 4]  # 0.7 to the fifth is less than a fifth
+    """Without costs, a chain ends where it is accepted less likely than once in five times."""
+    text = [7, 5, 6, 7, 5, 6, 8, 5, 6, 7]
+    lengths = {}
+    for name, planner in (("costs", Planner(CostModel())), ("none", None)):
+        reader = suffix.build(Setup(CPU, 256, planner=planner, acceptance_probs=True), "outputs=0")
+        (record,) = reader.propose([Row(0, text, PARAMS, seed=0)], [64], Sampler(rows(1), RACE, 256, CPU)).records
+        lengths[name] = list(record.acceptance_probs or ())
+    assert min(lengths["none"]) >= 0.2 > min(lengths["costs"])
 
 
 def controlled(first: Scripted, second: Scripted, verify: float, step: float) -> InTurn:

@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import Draft, Result, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.core.types import Row
-from slipstream.draft_length.acceptance_model import Positions
 from tests.support.embedded_model import loaded
 from tests.support.markers import mostly_slow, subcases
 from tests.support.tiny_models import perturbed, prompts, shared
@@ -49,7 +47,9 @@ def test_predictions_keep_the_text_of_plain_decoding_with_every_drafter(
     for prediction in (expected.text, edited(expected.text), WRONG, expected.token_ids):
         result = decoder.generate("The heron", replace(params, prediction=prediction))
         assert result.token_ids == expected.token_ids
-        assert (result.stats.accepted_prediction_tokens or 0) > 15 or prediction == WRONG or count == "auto"
+        # `suffix` takes the longer match, which may be one in the text itself
+        least = 5 if drafter == "suffix" else 15
+        assert (result.stats.accepted_prediction_tokens or 0) > least or prediction == WRONG or count == "auto"
 
 
 @pytest.mark.pairwise
@@ -214,17 +214,6 @@ def test_num_draft_tokens_also_bounds_predictions() -> None:
         result = decoder.generate("The heron", replace(params, prediction=text))
         assert max(round.num_draft_tokens for round in result.rounds) == 3
         assert result.stats.accepted_prediction_tokens == result.stats.num_accepted_tokens
-
-
-def test_the_drafters_policy_learns_nothing_from_predictions() -> None:
-    decoder = toy("ngram", num_draft_tokens="auto")
-    text = plain(decoder, "The heron", GREEDY).text
-    decoder.generate("The heron", replace(GREEDY, prediction=text))
-    policy: Any = decoder._engine.policy
-    row, at_first = Row(0, [1], GREEDY, seed=0), Positions(8).acceptance_probs(Row(1, [1], GREEDY, seed=0), 4)
-    assert policy._positions.acceptance_probs(row, 4) == at_first
-    decoder.generate("The heron", GREEDY)
-    assert policy._positions.acceptance_probs(row, 4) != at_first  # the same rounds without a prediction do teach it
 
 
 def test_a_wrong_prediction_costs_few_rounds_and_few_tokens() -> None:

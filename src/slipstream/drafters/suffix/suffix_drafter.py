@@ -43,6 +43,7 @@ AGREED = len(BY_AGREEMENT)
 RUNNER_UP = 0.11  # the share of 1,712 runners-up that came true in 80 answers of a 135M and a 0.5B chat model
 OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 SHORTEST = 1  # tokens a match must have
+SHORTEST_PREDICTED = 2  # the same in a prediction, which may be wrong as a whole
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
 UNLIKELY_WITHOUT_COSTS = 0.2  # the same for drafts that a draft model may replace, where costs do not cut them
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
@@ -171,6 +172,8 @@ class RowText:
         best = Source(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
         for automaton, (_, end) in self._matches.items():
             match, is_prediction = automaton.followed(end), automaton is self.predicted
+            if is_prediction and match.length < SHORTEST_PREDICTED:
+                continue
             if match.length + is_prediction > best.match.length:
                 best = Source(automaton, match, automaton.count(match) + 1, PREDICTION if is_prediction else RETRIEVAL)
         return best
@@ -181,9 +184,9 @@ class SuffixDrafter:
     """Continues the longest suffix of a row's text, up to 32 tokens, that was followed by something before.
 
     It is looked up in the row's prediction, prompt and output, and in past outputs of the same drafter; suffixes of
-    fewer than `shortest` tokens do not count. A draft follows the most frequent continuation (of equally frequent ones the latest
-    in the output, then the first in the prompt) and ends where its estimated probability falls below `threshold`.
-    Drafts are one-hot.
+    fewer than `shortest` tokens do not count. A draft follows the most frequent continuation (of equally frequent ones
+    the latest in the output, then the first in the prompt) and ends where its estimated probability falls below
+    `threshold`. Drafts are one-hot.
     outputs: how many tokens of past outputs are kept for each group of rows, with the last 16 tokens of their prompts;
     0 for none.
     tokenizer: a name that saved outputs carry. path: the file that `save` writes by default.
