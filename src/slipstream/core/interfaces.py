@@ -115,11 +115,20 @@ class DraftScorer(Protocol):
     @property
     def backend(self) -> Backend: ...
 
+    def begin(self, width: int) -> int:
+        """Prepare for a draft of `width` tokens; returns the most tokens that it may have."""
+        return width
+
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token."""
 
+    def acceptance(self, rows: Sequence[Row], draft: Tensor) -> Tensor | None:
+        """[B] the probability that the token after this draft, scored last, is accepted; None if not estimated."""
+        return None
+
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
-        """[B, steps] greedy tokens in one call, where the model can."""
+        """[B, steps] greedy tokens in one call; None where that is impossible."""
+        return None
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         """Note that only the first lengths[i] of the tokens scored for row i are its draft."""

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import match
-from slipstream.core.interfaces import Backend, GreedyRounds
+from slipstream.core.interfaces import Backend, DraftScorer, GreedyRounds
 from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes, SlotState, SlotTable, in_order
 from slipstream.core.rng import argmax
 from slipstream.core.trees import TreeForwards, TreeSegment, chain_lengths, segments_of
 from slipstream.core.types import Draft, Row, Verdict
 
 
-class Session:
+class Session(DraftScorer):
     """Scores tokens with one model for any number of rows; row i of a call uses slot i of the KV cache.
 
     layout: how rows of different length share a forward.

@@ -358,7 +358,7 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
         OUTPUTS if outputs is None else int(outputs),
         path=path,
         acceptance_model=AcceptanceModel(kinds, shared=False) if uses_model else None,
-        least=UNLIKELY if setup.planner is not None or setup.fixed_tree else UNLIKELY_WITHOUT_COSTS,
+        least=UNLIKELY_WITHOUT_COSTS if uses_model and setup.planner is None and not setup.fixed_tree else UNLIKELY,
         branches=setup.siblings if setup.fixed_tree else 0,  # alternatives to a match save less than finding them costs
     )
     if path is not None:
