@@ -55,8 +55,9 @@ bench: $(STAMP)
 examples: $(STAMP)
 	@$(BIN)/python examples/run.py --target smollm2
 
-lines: $(STAMP)
-	@$(BIN)/python -m pytest -q -s tests/project/test_layout.py
+# Lines of source and of tests, package by package.
+lines:
+	@$(PYTHON) -m tests.support.line_counts
 
 # Takes about 6 GB and ten minutes. Without a client, its tests are skipped.
 clients: $(CLIENTS:%=.clients/%/.installed)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream import SamplingParams
-from slipstream.core.interfaces import Drafter
+from slipstream.core.interfaces import Drafter, Source
 from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
@@ -19,7 +19,6 @@ from slipstream.core.session import Session
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.none import NoDrafter
 from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
 from slipstream.models.cuda.triton_layer import TritonOps
 from slipstream.models.decoder.fused_layer import is_fused
@@ -114,13 +113,14 @@ def with_library_products(model: Any) -> GraphedBackend:
 class Mistaken:
     """Replaces some of another drafter's tokens by wrong ones. wait: called after each proposal."""
 
-    inner: Drafter
+    inner: Drafter | None  # None where only `spoil` is used
     wrong: Tensor
     vocab_size: int
     wait: Callable[[], None]
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """Propose without a transfer from the device."""
+        assert self.inner is not None
         draft = self.inner.propose(rows, lengths, sampler)
         if draft.width:
             places = torch.tensor([[row.index, len(row.tokens)] for row in rows]).to(
@@ -164,11 +164,10 @@ def slipstream_arm(name: str, setting: Setting, backends: tuple[Any, Any | None]
     draft = None if backends[1] is None else Session(backends[1])
     wait = (lambda: wait_for(setting.device)) if waiting else (lambda: None)
     vocab, count = target.backend.vocab_size, setting.num_draft_tokens if draft else 0
-    inner = NoDrafter(setting.device) if draft is None else ModelDrafter(draft, vocab)
-    drafter = Mistaken(inner, setting.wrong, vocab, wait)
+    sources = [] if draft is None else [Source(Mistaken(ModelDrafter(draft, vocab), setting.wrong, vocab, wait))]
 
     def run(rows: int) -> list[list[int]]:
-        scheduler = Scheduler(Engine(target, drafter, Fixed(count), Sampler, "auto", draft), rows)
+        scheduler = Scheduler(Engine(target, sources, Fixed(count), Sampler, "auto", draft), rows)
         for session in (target, draft):
             if session is not None:
                 session.forget()
@@ -185,7 +184,7 @@ def hf_arm(name: str, setting: Setting, assistant: Any = None) -> Arm:
     """Hugging Face's `generate`, or its assisted generation with wrong draft tokens at the same positions."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": setting.max_tokens, "pad_token_id": 0}
     target, make = setting.target, setting.target._get_candidate_generator
-    spoiler = Mistaken(NoDrafter(setting.device), setting.wrong, target.config.vocab_size, lambda: None)
+    spoiler = Mistaken(None, setting.wrong, target.config.vocab_size, lambda: None)
 
     def make_mistaken(**options: Any) -> Any:
         generator = make(**options)

@@ -39,14 +39,13 @@ from torch import Tensor
 from slipstream import Draft, SamplingParams
 from slipstream.core.interfaces import Policy
 from slipstream.core.kv_slots import Shapes
-from slipstream.core.loop import Clock, Engine
-from slipstream.core.rounds import Seconds
+from slipstream.core.loop import Engine
 from slipstream.core.session import Session
 from slipstream.core.types import Row, Verdict
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import STEPS, Planner, awaited_together
 from slipstream.draft_length.policies import Fixed, Heuristic
-from slipstream.drafters import Setup, load, traits
+from slipstream.drafters import Setup, sources, traits
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler
 
@@ -125,23 +124,14 @@ def random_texts(records: Sequence[Record], seed: int = 0) -> list[Record]:
     return texts
 
 
-class SimulatedClock(Clock):
+@dataclass
+class SimulatedClock:
     """A clock that the recorded models and drafters advance."""
 
-    def __init__(self) -> None:
-        self.now = self._before = self._start = 0.0
-        self._taken: dict[str, float] = {}
+    now: float = 0.0  # seconds
 
-    def lap(self, part: str) -> None:
-        """See `Clock`."""
-        self._taken[part] = self.now - self._before
-        self._before = self.now
-
-    def stop(self) -> Seconds:
-        """See `Clock`."""
-        seconds = Seconds(**self._taken, total=self.now - self._start)
-        self._start, self._taken = self.now, {}
-        return seconds
+    def read(self) -> float:
+        return self.now
 
 
 @dataclass
@@ -272,7 +262,7 @@ class Replay:
         rows, before = [self._row(i) for i in chosen], self.clock.now
         with awaited_together(rows):
             while active := [row for row in rows if row.finish_reason is None]:
-                for round_ in self.engine.step(self.engine.batch(active), self.clock):
+                for round_ in self.engine.step(self.engine.batch(active)):
                     self.drafted.append(len(round_.draft))
                 failed = next((row.error for row in active if row.error is not None), None)
                 if failed is not None:
@@ -312,17 +302,17 @@ def replay_of(
     )
     if planner is not None:
         planner.has_cached = draft.holds
-    loaded = load(drafter, setup)
-    retriever = getattr(loaded, "first", loaded)
+    drawn_from = sources(drafter, setup)
 
     def search(rows: Sequence[Row], lengths: Sequence[int], *others: Any) -> Draft:
-        if any(lengths):
-            target.take(recording.search * len(rows))
+        target.take(recording.search * len(rows))
         return look_up(rows, lengths, *others)
 
-    if drafter != "none" and (retriever is not loaded or not traits(drafter).needs_draft_model):
+    if drawn_from and not drawn_from[0].takes_forwards:
+        retriever: Any = drawn_from[0].drafter
         look_up, retriever.propose = retriever.propose, search
-    return Replay(recording, clock, Engine(cast(Session, target), loaded, policy(draft), Sampler))
+    engine = Engine(cast(Session, target), drawn_from, policy(draft), Sampler, now=clock.read)
+    return Replay(recording, clock, engine)
 
 
 def auto(recording: Recording, drafter: str, cost_model: CostModel, seed: int = 0) -> Replay:
@@ -331,9 +321,9 @@ def auto(recording: Recording, drafter: str, cost_model: CostModel, seed: int = 
     planner = Planner(
         cost_model,
         longest=LONGEST,
-        room=2 * STEPS,
+        room=LONGEST if declared.needs_cost_model else 2 * STEPS,
         has_model=declared.needs_forwards,
-        asks_model=declared.needs_forwards and not declared.needs_cost_model,
+        only_model=declared.needs_forwards and not declared.needs_cost_model,
         reads=declared.has_own_cache,
     )
     return replay_of(recording, drafter, lambda _: planner, planner, seed)

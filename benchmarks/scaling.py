@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.core.interfaces import Backend, Drafter
+from slipstream.core.interfaces import Backend, Drafter, Source
 from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
@@ -169,8 +169,9 @@ class Scaling:
         drafter: Drafter = _ConstantDrafter(device)
         if self.drafter != "given":
             drafter = load(self.drafter, Setup(device, vocab_size, self._draft))
+        sources = [Source(drafter)]
         scheduler = Scheduler(
-            Engine(self._target, drafter, Fixed(self.num_draft_tokens), Sampler, "auto", self._draft), batch
+            Engine(self._target, sources, Fixed(self.num_draft_tokens), Sampler, "auto", self._draft), batch
         )
         rounds = scheduler.run(self._rows(batch, context))
         steps = (next(of_step) for _, of_step in groupby(rounds, key=lambda round_: round_.step))

@@ -31,7 +31,6 @@ from random_schemas import Schema, random_schema
 from terminal import in_one_line, positive
 
 from slipstream import Constraint, Result, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.core.loop import Engine
 
 DRAFTS = {  # versions of JSON Schema, by their folder in the test suite
     "draft4": "http://json-schema.org/draft-04/schema#",
@@ -107,7 +106,7 @@ def is_valid(text: str, schema: Schema, remotes: Registry = referencing.jsonsche
 
 def unforced(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     """The decoder, changed to verify the drafter's drafts without forced tokens."""
-    decoder._engine.constrain = Engine.__dataclass_fields__["constrain"].default
+    decoder._engine.grammar = None
     return decoder
 
 

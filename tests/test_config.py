@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from slipstream import SpeculativeDecoder, UsageError
+from slipstream import Draft, SpeculativeDecoder, UsageError
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.draft_length.choice import LengthChoice
@@ -127,7 +128,8 @@ def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, MAX_DRAFT_TOKENS])
 def test_a_fixed_draft_length_applies_to_every_row(count: int) -> None:
-    assert Fixed(count).lengths([None] * 3) == [count] * 3  # type: ignore[list-item]
+    draft, room = Draft.empty(3, torch.device("cpu")), [MAX_DRAFT_TOKENS] * 3
+    assert Fixed(count).lengths([None] * 3, None, draft, room) == [count] * 3  # type: ignore[list-item, arg-type]
 
 
 @subcases("count", [-1, MAX_DRAFT_TOKENS + 1, True, 1.0, "4", None])

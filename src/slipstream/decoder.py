@@ -387,8 +387,9 @@ class SpeculativeDecoder(EngineAccess):
     def forget_learned(self) -> None:
         """Drop what the drafter learned from earlier requests, as measurements do before each."""
         with self._use:
-            if isinstance(self.drafter, Learner):
-                self.drafter.forget()
+            for source in self._engine.sources:
+                if isinstance(source.drafter, Learner):
+                    source.drafter.forget()
 
 
 explained_fields(SpeculativeDecoder, DecoderConfig)

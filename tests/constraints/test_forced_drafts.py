@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import Draft, SamplingParams
+from slipstream import Constraint, Draft, SamplingParams, SpeculativeDecoder
 from slipstream.constraints.forced_drafts import ForcedDrafts
 from slipstream.core.acceptance import load_rule
 from slipstream.core.session import Session
 from slipstream.core.types import Row
+from slipstream.sampling.sampler import Sampler
 from tests.support.enumeration import VOCAB, WIDTH, Case, Context, Distribution, drawn, error, random_distribution
 from tests.support.structured_outputs import TableGrammar
 from tests.support.tiny_models import HashBackend
@@ -56,9 +57,9 @@ def edited(tokens: Sequence[Context], grammar: object, q: Distribution | None) -
             for draft_tokens in tokens
         ]
         draft = replace(draft, probs=torch.tensor(np.array(table), dtype=torch.float32))
-    made = ForcedDrafts(target)(rows, lambda lengths: draft.cut(lengths or draft.lengths))
-    assert all(row.tokens == [0] for row in rows)
-    return made
+    grammar = ForcedDrafts(target)
+    forced = grammar.forced(rows)
+    return grammar.around(rows, forced, draft.cut(grammar.room_after(rows, forced)))
 
 
 def lines(draft: Draft) -> list[Context]:
@@ -136,15 +137,28 @@ def test_forced_tokens_are_proposed_first_and_the_drafter_continues_from_them() 
     row = Row(0, [0, 1], SamplingParams(max_tokens=50), seed=0)
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)
-    seen = []
-
-    def propose(lengths: Sequence[int] | None) -> Draft:
-        seen.append((list(row.tokens), list(lengths or ())))
-        return Draft.from_lists([[0, 0]], torch.device("cpu"))
-
-    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], propose)
-    assert seen == [([0, 1, 2], [63])] and row.tokens == [0, 1]
+    grammar = ForcedDrafts(Session(HashBackend(VOCAB)))
+    forced = grammar.forced([row])
+    assert forced == [[2]] and grammar.room_after([row], forced) == [63]
+    made = grammar.around([row], forced, Draft.from_lists([[0, 0]], torch.device("cpu")))
     assert lines(made) == [(2, 0, 0)] and made.rows[0].forced == (1, 0)
+
+
+def test_the_drafter_reads_forced_tokens_as_if_they_had_been_committed() -> None:
+    texts = []
+
+    class Reader:
+        def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+            texts.append((rows[0].tokens[len(prompt) :], lengths[0]))
+            return Draft.empty(1, sampler.device)
+
+    decoder = SpeculativeDecoder("toy", drafter=Reader(), num_draft_tokens=8)
+    prompt = decoder.encode("a")
+    result = decoder.generate(prompt, max_tokens=20, constraint=Constraint(regex="xyz[ab]{3}zyx"))
+    assert result.text.startswith("xyz") and result.text.endswith("zyx")
+    first, length = texts[0]
+    assert bytes(first) == b"xyz"[: len(first)] and len(first) >= 2 and length == 8
+    assert all(row_text == list(result.text.encode())[: len(row_text)] for row_text, _ in texts)
 
 
 def test_a_tree_is_attached_after_the_forced_tokens() -> None:
@@ -152,7 +166,8 @@ def test_a_tree_is_attached_after_the_forced_tokens() -> None:
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)
     tree = replace(Draft.from_lists([[0, 1, 0]], torch.device("cpu")), parents=((-1, -1, 0),))
-    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda lengths: tree)
+    grammar = ForcedDrafts(Session(HashBackend(VOCAB)))
+    made = grammar.around([row], grammar.forced([row]), tree)
     assert lines(made) == [(2, 0, 1, 0)] and made.parents == ((-1, 0, 0, 1),) and made.rows[0].forced == (1, 0)
 
 
@@ -161,5 +176,4 @@ def test_a_row_without_drafts_gets_no_forced_tokens(options: dict[str, int]) -> 
     row = Row(0, [0, 1], SamplingParams(**{"max_tokens": 50, **options}), seed=0)
     row.prompt_length, row.constraint = 1, TableGrammar(forcing)
     row.rounds.append(None)
-    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda lengths: Draft.empty(1, torch.device("cpu")))
-    assert made.lengths == (0,)
+    assert ForcedDrafts(Session(HashBackend(VOCAB))).forced([row]) == [[]]

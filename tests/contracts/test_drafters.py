@@ -11,9 +11,11 @@ from slipstream import Draft, Drafter, SamplingParams, drafters
 from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Row
+from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend
 from slipstream.sampling.sampler import Sampler
+from tests.support.engine_parts import InTurn
 from tests.support.markers import subcases
 from tests.support.tiny_models import HashBackend
 from tests.support.vocabularies import bridge
@@ -46,7 +48,9 @@ def make(name: str, coupled: bool) -> Drafter:
     session = Session(ToyBackend(2))
     session.reserve(4, 300)
     bridged = BridgedSession(session, bridge("toy", "toy")) if drafters.traits(name).other_vocabulary else None
-    return drafters.load(name, drafters.Setup(CPU, VOCAB_SIZE, session, coupled, target=session, bridged=bridged))
+    setup = drafters.Setup(CPU, VOCAB_SIZE, session, coupled, target=session, bridged=bridged)
+    sources = drafters.sources(name, setup)
+    return sources[0].drafter if len(sources) == 1 else InTurn(sources, Fixed(64))
 
 
 def make_rows(params: Sequence[SamplingParams]) -> list[Row]:

@@ -11,10 +11,10 @@ import torch
 
 from slipstream import Draft, Drafter, SamplingParams, SpeculativeDecoder, Stats, UsageError
 from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.loop import Engine
 from slipstream.core.session import Session
-from slipstream.core.types import Row
+from slipstream.core.types import Row, Traits
 from slipstream.draft_length.policies import Fixed
-from slipstream.drafters import Setup, load
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import engine, run
 from tests.support.markers import mostly_slow
@@ -100,7 +100,7 @@ def test_a_draft_is_accepted_up_to_its_first_wrong_token() -> None:
 
 def test_plain_decoding_makes_one_forward_per_token() -> None:
     backend = HashBackend()
-    loop_engine = engine(Session(backend), load("none", Setup(backend.device, 7)), Fixed(0))
+    loop_engine = Engine(Session(backend), [], Fixed(0), Sampler)
     row = Row(0, [1, 2, 3], SamplingParams(max_tokens=9), seed=0)
     rounds = list(run(loop_engine, [row]))
     assert backend.forwards == [(1, 2, False)] + [(1, 1, True)] * 9
@@ -175,6 +175,8 @@ class Stumbling:
     rounds_left: int
     error: BaseException
 
+    traits = Traits(has_own_cache=True)  # that of the draft model inside
+
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         draft = self.inner.propose(rows, lengths, sampler)
         self.rounds_left -= 1
@@ -212,7 +214,7 @@ def test_interleaved_streams_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize("after", mostly_slow([0, 1, 4], 1))
 def test_a_drafter_that_raises_leaves_a_usable_decoder(after: int, error: BaseException) -> None:
     decoder = tiny_decoder("model", num_draft_tokens=3, max_batch_size=2)
-    stumbling = decoder.using(Stumbling(decoder._engine.drafter, after, error), num_draft_tokens=3)
+    stumbling = decoder.using(Stumbling(decoder.drafter, after, error), num_draft_tokens=3)
     with pytest.raises(type(error)):
         stumbling.generate(PROMPTS[:4], GREEDY)
     check_next_results(decoder)
@@ -254,7 +256,7 @@ def check_next_results(decoder: SpeculativeDecoder) -> None:
 def test_an_interrupted_row_continues_where_it_was() -> None:
     decoder = tiny_decoder("model", num_draft_tokens=3)
     row = decoder.reader.rows([PROMPTS[3]], GREEDY)[0]
-    failing = decoder.using(Stumbling(decoder._engine.drafter, 2, ValueError("stumbled")), num_draft_tokens=3)
+    failing = decoder.using(Stumbling(decoder.drafter, 2, ValueError("stumbled")), num_draft_tokens=3)
     with pytest.raises(ValueError, match="stumbled"):
         list(failing.run([row]))
     assert 0 < row.num_output_tokens < COUNT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from slipstream.core.kv_slots import Shapes
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.draft_length.policies import Fixed, drafts_for
+from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.models.layouts import make_session
@@ -225,7 +224,6 @@ def drafting_scheduler(budget: int) -> tuple[Scheduler, Session, tuple[RecordsWi
     backends = RecordsWidths(), RecordsWidths()
     target, draft = (Session(backend, SHAPES) for backend in backends)
     drafting_engine = engine(target, ModelDrafter(draft, backends[0].vocab_size), Fixed(3), "match", draft)
-    drafting_engine.drafts_for = partial(drafts_for, drafting_engine.policy)
     return Scheduler(drafting_engine, 3, budget), draft, backends
 
 

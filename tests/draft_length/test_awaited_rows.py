@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,9 +101,9 @@ def test_rows_of_a_call_are_awaited_together_and_have_the_texts_they_have_alone(
     call_rows: list[Sequence[Row]] = []
     choose_lengths = decoder._engine.policy.lengths
 
-    def lengths(rows: Sequence[Row]) -> list[int]:
+    def lengths(rows: Sequence[Row], *others: Any) -> list[int]:
         call_rows.append(rows[0].call_rows)
-        return choose_lengths(rows)
+        return choose_lengths(rows, *others)
 
     decoder._engine.policy.lengths = lengths  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=24)

@@ -8,7 +8,6 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.draft_length.planner import Planner
 from slipstream.draft_length.policies import Fixed, Heuristic
-from slipstream.drafters.hybrid import HybridDrafter
 from slipstream.drafters.model import ModelDrafter, PathBelow, TokenBelow, WhilePays
 from slipstream.drafters.suffix import SuffixDrafter
 
@@ -21,17 +20,17 @@ def test_auto_without_a_draft_model_takes_suffix_and_cuts_drafts_that_do_not_pay
     decoder = decoder_of(draft=None)
     assert decoder.drafter_name == "suffix" and isinstance(decoder.drafter, SuffixDrafter)
     assert decoder.drafter.outputs > 0 and decoder.drafter.acceptance_model is not None
-    assert isinstance(decoder._engine.policy, Planner) and not decoder._engine.policy.asks_model
+    assert isinstance(decoder._engine.policy, Planner) and not decoder._engine.policy.only_model
 
 
 def test_auto_with_a_draft_model_takes_hybrid() -> None:
     decoder = decoder_of()
-    assert decoder.drafter_name == "hybrid" and isinstance(decoder.drafter, HybridDrafter)
-    first, second = decoder.drafter.first, decoder.drafter.second
+    assert decoder.drafter_name == "hybrid"
+    first, second = (source.drafter for source in decoder._engine.sources)
     assert isinstance(first, SuffixDrafter) and first.outputs == 0
     assert isinstance(second, ModelDrafter) and isinstance(second.stop, WhilePays)
     policy = decoder._engine.policy
-    assert isinstance(policy, Planner) and policy is decoder.drafter.planner is second.stop.planner
+    assert isinstance(policy, Planner) and policy is second.stop.planner
 
 
 def test_a_number_of_tokens_takes_the_draft_model_at_that_length() -> None:
@@ -42,8 +41,8 @@ def test_a_number_of_tokens_takes_the_draft_model_at_that_length() -> None:
 
 def test_hybrid_with_a_fixed_length_decides_by_probabilities_not_costs() -> None:
     decoder = decoder_of("hybrid", 7)
-    assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.planner is None
-    assert isinstance(decoder.drafter.second, ModelDrafter) and decoder.drafter.second.stop == PathBelow(0.4)
+    assert decoder._engine.policy == Fixed(7)
+    assert isinstance(decoder.drafter, ModelDrafter) and decoder.drafter.stop == PathBelow(0.4)
 
 
 @pytest.mark.parametrize(("count", "stop"), [("auto", WhilePays), (4, type(None)), ("confidence:0.4", TokenBelow)])
@@ -87,7 +86,7 @@ def test_drafts_share_the_targets_random_numbers_unless_a_rule_needs_their_distr
     assert isinstance(policy, Planner)
     sampled = Row(0, [1], SamplingParams(temperature=0.8, max_tokens=9), seed=0)
     assert policy.is_fixed(sampled) is samples
-    assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.samples is samples
+    assert isinstance(decoder.drafter, ModelDrafter) and decoder.drafter.coupled is not samples
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "ngram", "model:p=25"])

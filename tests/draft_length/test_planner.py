@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slipstream import Draft, SamplingParams
+from slipstream.core.interfaces import Policy, Source
 from slipstream.core.rounds import MODEL, RETRIEVAL, Round, RowDraft, Seconds
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import FIRST_YIELD, ModelDrafts, bin_of
@@ -71,9 +72,16 @@ def verified_length(planner: Planner, running: Row, proposed: Draft, *, right: b
     return length
 
 
+def lengths_of(policy: Policy, rows: Sequence[Row]) -> list[int]:
+    """How many tokens the policy's only source is asked for."""
+    takes_forwards = isinstance(policy, Planner) and policy.only_model
+    source = Source(None, takes_forwards)  # type: ignore[arg-type]
+    return policy.lengths(rows, source, Draft.empty(len(rows), CPU), [64] * len(rows))
+
+
 def asked_in_vain(planner: Planner, running: Row) -> int:
     """A round of one row whose draft model drafts at most two tokens, all wrong: how many it was asked for."""
-    asked = planner.lengths([running])[0]
+    asked = lengths_of(planner, [running])[0]
     add_round(running, min(asked, 2), 0, min(asked, 2), MODEL if asked else "")
     planner.observe([running])
     return asked
@@ -98,9 +106,9 @@ def test_a_draft_is_verified_further_where_other_rows_need_the_width() -> None:
 
 def test_rows_of_a_batch_share_the_number_of_tokens_a_round_may_retrieve() -> None:
     planner = planner_of()
-    assert [planner.lengths([row(i) for i in range(count)])[0] for count in (1, 2, 4, 8)] == [63, 31, 15, 15]
+    assert [lengths_of(planner, [row(i) for i in range(count)])[0] for count in (1, 2, 4, 8)] == [63, 31, 15, 15]
     planner.longest = 7  # no wider forward is allowed
-    assert planner.lengths([row(0), row(1)]) == [7, 7]
+    assert lengths_of(planner, [row(0), row(1)]) == [7, 7]
 
 
 def test_a_draft_that_does_not_seem_to_pay_is_tried_in_part_now_and_then() -> None:
@@ -133,7 +141,7 @@ def test_retrieval_drafts_without_probabilities_are_judged_by_position() -> None
 
 
 def test_a_draft_model_whose_drafts_are_rejected_is_rarely_asked() -> None:
-    planner, running = planner_of(asks_model=True), row()
+    planner, running = planner_of(only_model=True), row()
     asked = []
     for _ in range(60):
         asked.append(asked_in_vain(planner, running))
@@ -141,16 +149,16 @@ def test_a_draft_model_whose_drafts_are_rejected_is_rarely_asked() -> None:
     rested = asked[asked.index(0) :]
     assert set(rested) == {0, STEPS} and rested.count(STEPS) <= 4
     other = row(1)
-    assert planner.lengths([other]) == [STEPS]  # a new row is drafted for, at first
+    assert lengths_of(planner, [other]) == [STEPS]  # a new row is drafted for, at first
 
 
 def test_a_new_row_starts_from_what_all_rows_have_shown() -> None:
-    planner = planner_of(asks_model=True)
+    planner = planner_of(only_model=True)
     for index in range(12):
         running = row(index)
         for _ in range(30):
             asked_in_vain(planner, running)
-    assert planner.lengths([row(99)])[0] == 0
+    assert lengths_of(planner, [row(99)])[0] == 0
 
 
 def test_next_step_pays_depends_on_probability_and_cost() -> None:
@@ -221,7 +229,7 @@ def test_retrieval_that_saves_less_than_it_takes_is_skipped() -> None:
     planner, running = planner_of(has_model=False), row()
     searched = []
     for number in range(500):
-        searched.append(planner.lengths([running])[0] > 0)
+        searched.append(lengths_of(planner, [running])[0] > 0)
         accepted = 4 * (number >= 250)
         add_round(
             running,
@@ -234,17 +242,17 @@ def test_retrieval_that_saves_less_than_it_takes_is_skipped() -> None:
     assert all(searched[:20]) and sum(searched[150:250]) < 24 and all(searched[400:])
     cheap, other_row = planner_of(has_model=False), row()
     for _ in range(100):
-        assert cheap.lengths([other_row])[0]
+        assert lengths_of(cheap, [other_row])[0]
         add_round(other_row, 1, 1, source=RETRIEVAL, seconds=0.05)
         cheap.observe([other_row])
 
 
 def test_rows_with_sampled_drafts_keep_a_fixed_length() -> None:
     sampled = Row(0, [1, 2], SamplingParams(max_tokens=200, temperature=0.7), seed=0)
-    policy = planner_of(0.8, asks_model=True)
+    policy = planner_of(0.8, only_model=True)
     policy.fixed_length, policy.is_fixed = 6, lambda running: running.params.temperature > 0
     policy.costs.step = lambda rows: 9.0  # type: ignore[method-assign]
-    assert policy.lengths([sampled, row(1)]) == [6, 0]
+    assert lengths_of(policy, [sampled, row(1)]) == [6, 0]
     unlikely = draft([0.1] * 3, [0.1] * 3)
     assert policy.worth_verifying([sampled, row(1)], unlikely).lengths == unlikely.lengths
     assert policy.worth_verifying([row(1)], draft([0.1] * 3)).lengths == (0,)
@@ -254,7 +262,7 @@ def test_the_heuristic_schedule_grows_after_full_acceptance_and_shrinks_otherwis
     policy, running = Heuristic(8), row()
     seen = []
     for drafted, kept in [(5, 5), (7, 7), (8, 3), (7, 0), (0, 0)] + [(3, 1)] * 8:
-        seen.append(policy.lengths([running])[0])
+        seen.append(lengths_of(policy, [running])[0])
         add_round(running, drafted, kept)
         policy.observe([running])
     assert seen == [5, 7, 8, 7, 6, 6, 5, 4, 3, 2, 1, 1, 1]
@@ -308,11 +316,11 @@ def test_the_share_that_retrieval_leaves_is_learned_from_earlier_texts() -> None
 
 
 def test_reading_that_does_not_seem_to_pay_is_tried_now_and_then() -> None:
-    planner, read = planner_of(asks_model=True), []
+    planner, read = planner_of(only_model=True), []
     planner.costs.reading = lambda tokens: 1e9  # type: ignore[method-assign]
     for number in range(40):
         running = row(number)
-        asked = planner.lengths([running])[0]
+        asked = lengths_of(planner, [running])[0]
         read.append(asked > 0)
         add_round(running, min(asked, 2), 0, min(asked, 2), MODEL if asked else "")
         running.finish_reason = "stop"

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core.interfaces import Policy, Source
 from slipstream.core.rng import Race
 from slipstream.core.rounds import MODEL, Round
 from slipstream.core.types import Row
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import Planner
-from slipstream.drafters.hybrid import HybridDrafter
+from slipstream.draft_length.policies import Fixed
+from slipstream.drafters import Setup, suffix
 from slipstream.sampling.sampler import Sampler
+from tests.support.engine_parts import InTurn
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
@@ -45,19 +48,16 @@ class Scripted:
         return Draft(draft.tokens, draft.lengths, torch.full((*draft.tokens.shape, 256), 1 / 256))
 
 
-class Unrated(Scripted):
-    """Reports no acceptance probabilities."""
-
-    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        draft = super().propose(rows, lengths, sampler)
-        return Draft(draft.tokens, draft.lengths)
-
-
 def rows(count: int) -> list[Row]:
     return [Row(i, [1, 2, 3], PARAMS, seed=i) for i in range(count)]
 
 
-def propose(drafter: HybridDrafter, batch: list[Row], lengths: Sequence[int]) -> Draft:
+def hybrid(first: Scripted, second: Scripted, policy: Policy | None = None) -> InTurn:
+    """Retrieval, then a draft model."""
+    return InTurn([Source(first, takes_forwards=False), Source(second)], policy or Fixed(64))
+
+
+def propose(drafter: InTurn, batch: list[Row], lengths: Sequence[int]) -> Draft:
     return drafter.propose(batch, lengths, Sampler(batch, RACE, 256, CPU))
 
 
@@ -67,37 +67,37 @@ def drafts(draft: Draft) -> list[list[int]]:
 
 def test_a_long_retrieved_draft_is_used_and_the_model_not_asked() -> None:
     second = Scripted([[9] * 4])
-    drafter = HybridDrafter(Scripted([[5, 6, 7]]), second)
+    drafter = hybrid(Scripted([[5, 6, 7]]), second)
     assert drafts(propose(drafter, rows(1), [7])) == [[5, 6, 7]]
     assert second.asked == []
 
 
 def test_the_model_drafts_where_the_retrieved_draft_is_short() -> None:
     second = Scripted([[9] * 4])
-    drafter = HybridDrafter(Scripted([[5]]), second)
+    drafter = hybrid(Scripted([[5]]), second)
     assert drafts(propose(drafter, rows(1), [7])) == [[9, 9, 9, 9]]
     assert second.asked == [[7]]
 
 
 def test_each_row_takes_the_drafter_that_suits_it() -> None:
     second = Scripted([[9] * 4] * 3)
-    drafter = HybridDrafter(Scripted([[5, 6, 7, 8], [], [3]]), second)
+    drafter = hybrid(Scripted([[5, 6, 7, 8], [], [3]]), second)
     assert drafts(propose(drafter, rows(3), [7, 7, 2])) == [[5, 6, 7, 8], [9, 9, 9, 9], [9, 9]]
     assert second.asked == [[0, 7, 2]]
 
 
 def test_a_single_token_may_be_retrieved() -> None:
-    assert drafts(propose(HybridDrafter(Scripted([[5, 6]]), Scripted([[9]])), rows(1), [1])) == [[5]]
+    assert drafts(propose(hybrid(Scripted([[5, 6]]), Scripted([[9]])), rows(1), [1])) == [[5]]
 
 
 def test_the_model_is_not_asked_for_drafts_of_no_tokens() -> None:
     second = Scripted([[9]])
-    assert drafts(propose(HybridDrafter(Scripted([[5, 6]]), second), rows(1), [0])) == [[]]
+    assert drafts(propose(hybrid(Scripted([[5, 6]]), second), rows(1), [0])) == [[]]
     assert second.asked == []
 
 
 def test_sampled_drafts_keep_their_distribution_and_retrieved_ones_are_one_hot() -> None:
-    drafter = HybridDrafter(Scripted([[5, 6, 7, 8], []]), Scripted([[], [9, 9, 9]], probs=True))
+    drafter = hybrid(Scripted([[5, 6, 7, 8], []]), Scripted([[], [9, 9, 9]], probs=True))
     draft = propose(drafter, rows(2), [7, 3])
     assert draft.probs is not None and draft.probs.shape == (2, 4, 256)
     assert torch.equal(draft.probs[0].argmax(-1), draft.tokens[0]) and bool((draft.probs[0].amax(-1) == 1).all())
@@ -106,21 +106,27 @@ def test_sampled_drafts_keep_their_distribution_and_retrieved_ones_are_one_hot()
 
 def test_an_unlikely_retrieved_draft_is_not_used() -> None:
     for acceptance_prob, used in ((0.7, True), (0.5, False)):
-        drafter = HybridDrafter(Scripted([[5, 6, 7]], acceptance_prob=acceptance_prob), Scripted([[9] * 4]))
+        drafter = hybrid(Scripted([[5, 6, 7]], acceptance_prob=acceptance_prob), Scripted([[9] * 4]))
         assert (drafts(propose(drafter, rows(1), [7])) == [[5, 6, 7]]) is used
 
 
 def test_a_retrieved_draft_is_cut_where_it_becomes_unlikely() -> None:
-    drafter = HybridDrafter(Scripted([[5] * 7]), Scripted([[9]]))
-    assert drafts(propose(drafter, rows(1), [7])) == [[5] * 4]  # 0.7 to the fifth is less than a fifth
+    """Without costs, a chain ends where it is accepted less likely than once in five times."""
+    text = [7, 5, 6, 7, 5, 6, 8, 5, 6, 7]
+    lengths = {}
+    for name, planner in (("costs", Planner(CostModel())), ("none", None)):
+        reader = suffix.build(Setup(CPU, 256, planner=planner, acceptance_probs=True), "outputs=0")
+        (record,) = reader.propose([Row(0, text, PARAMS, seed=0)], [64], Sampler(rows(1), RACE, 256, CPU)).records
+        lengths[name] = list(record.acceptance_probs or ())
+    assert min(lengths["none"]) >= 0.2 > min(lengths["costs"])
 
 
-def controlled(first: Scripted, second: Scripted, verify: float, step: float) -> HybridDrafter:
+def controlled(first: Scripted, second: Scripted, verify: float, step: float) -> InTurn:
     """A forward of any width costs `verify`, a step of the draft model `step`."""
     cost_model = CostModel()
     cost_model.verify = lambda rows, longest, drafted=None: verify  # type: ignore[method-assign]
     cost_model.step = lambda rows: step  # type: ignore[method-assign]
-    return HybridDrafter(first, second, planner=Planner(cost_model, has_model=True))
+    return hybrid(first, second, Planner(cost_model, has_model=True))
 
 
 @pytest.mark.parametrize(
@@ -141,8 +147,9 @@ def test_a_draft_model_that_never_pays_is_tried_at_growing_intervals() -> None:
     second = Scripted([[9] * 4], steps=1)
     drafter = controlled(Scripted([[]]), second, 1.0, 5.0)
     row = rows(1)[0]
-    assert drafter.planner is not None
-    drafter.planner._read.add(row)  # without this it would have to read the text first
+    planner = drafter.policy
+    assert isinstance(planner, Planner)
+    planner._read.add(row)  # without this it would have to read the text first
     tried = []
     for number in range(100):
         before = len(second.asked)
@@ -152,14 +159,14 @@ def test_a_draft_model_that_never_pays_is_tried_at_growing_intervals() -> None:
         row.rounds.append(
             Round(0, number, 1, len(row.tokens) - 1, draft, (5,), 0, bool(draft), origin=proposal.records[0])
         )
-        drafter.planner.observe([row])
+        planner.observe([row])
         if len(second.asked) > before:
             tried.append(number)
     assert [b - a for a, b in pairwise(tried)] == [8, 16, 32]
 
 
 def test_an_unused_retrieved_draft_does_not_widen_the_batch() -> None:
-    drafter = HybridDrafter(Scripted([[5] * 7], acceptance_prob=0.3), Scripted([[9] * 2]))
+    drafter = hybrid(Scripted([[5] * 7], acceptance_prob=0.3), Scripted([[9] * 2]))
     assert propose(drafter, rows(1), [7]).width == 2
 
 
@@ -175,11 +182,7 @@ def test_the_text_is_that_of_plain_decoding(temperature: float) -> None:
     assert sum(r.stats.num_accepted_tokens for r in results) > 0
 
 
-def test_sampled_or_unrated_first_drafts_and_bad_arguments_are_refused() -> None:
-    with pytest.raises(UsageError, match="hybrid: Scripted samples its drafts; allowed: a drafter of one-hot drafts"):
-        propose(HybridDrafter(Scripted([[5]], probs=True), Scripted([[9]])), rows(1), [3])
-    with pytest.raises(UsageError, match="hybrid: Unrated reports no acceptance probabilities; allowed: a drafter of"):
-        propose(HybridDrafter(Unrated([[5]]), Scripted([[9]])), rows(1), [3])
+def test_bad_arguments_are_refused() -> None:
     for argument in ("0", "x", "3+p", "-1", "+p=30", "3+2+p=30"):
         with pytest.raises(UsageError, match="allowed"):
             SpeculativeDecoder(shared("qwen2"), fresh("qwen2"), drafter=f"hybrid:{argument}")

@@ -222,7 +222,7 @@ def as_stated(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
 
 def drafting(rule: str, change: Callable[[Drafter], Drafter]) -> Runs:
     made = decoder("llama", "close", rule)
-    return observe(made.using(change(made._engine.drafter)), "llama")
+    return observe(made.using(change(made.drafter)), "llama")
 
 
 @pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "block"))

@@ -11,7 +11,7 @@ CORE = {name for name in FILES if name.startswith("slipstream.core")}
 PACKAGES = [
     *("version", "errors", "checks", "durable_files"),
     *("core", "tokenization", "constraints", "sampling", "text"),
-    *("models", "reproducibility", "draft_length", "drafters", "predicted_outputs"),
+    *("models", "reproducibility", "draft_length", "drafters"),
     *("config", "wiring", "jobs", "decoder"),
     *("certificate", "bench", "training", "integrations", "apps", "__main__"),
 ]

@@ -8,8 +8,7 @@ the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from torch.nn.functional import one_hot
 
 from slipstream.constraints.compiled_grammars import constraint_of
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.loop import Propose
 from slipstream.core.rounds import RowDraft
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Row
@@ -39,29 +37,33 @@ class _Line(NamedTuple):
 
 @dataclass(frozen=True)
 class ForcedDrafts:
-    """Calls the drafter and edits its drafts of rows with constraints. target: the session that verifies them."""
+    """The `Grammar` of an engine: forced tokens of rows with constraints, and what constraints leave of drafts."""
 
-    target: Session
+    target: Session  # verifies the drafts
 
-    def __call__(self, rows: Sequence[Row], propose: Propose) -> Draft:
-        if all(row.constraint is None for row in rows):
-            return propose(None)
-        limit = self.target.longest_draft
-        longest = MAX_DRAFT_TOKENS if limit is None else min(limit, MAX_DRAFT_TOKENS)
-        runs = [self._run(row, longest) for row in rows]
-        room = [0 if _ends(row, run) else longest - len(run) for row, run in zip(rows, runs, strict=True)]
-        with _committed(rows, runs):
-            draft = propose(room)
+    def forced(self, rows: Sequence[Row]) -> list[list[int]]:
+        return [self._run(row) for row in rows]
+
+    def room_after(self, rows: Sequence[Row], forced: Sequence[Sequence[int]]) -> list[int]:
+        longest = self._longest
+        return [0 if _ends(row, run) else longest - len(run) for row, run in zip(rows, forced, strict=True)]
+
+    def around(self, rows: Sequence[Row], forced: Sequence[Sequence[int]], draft: Draft) -> Draft:
         if draft.parents is not None:  # the target never chooses the illegal nodes of a tree
-            return _tree_behind(runs, draft)
-        drafted: list[list[int]] = draft.tokens.tolist()
+            return _tree_behind(forced, draft)
+        longest, drafted = self._longest, draft.tokens.tolist()
         lines = [
             self._line(row, run, line[:length], longest, sampled=draft.probs is not None)
-            for row, run, line, length in zip(rows, runs, drafted, draft.lengths, strict=True)
+            for row, run, line, length in zip(rows, forced, drafted, draft.lengths, strict=True)
         ]
         return _assembled(draft, lines)
 
-    def _run(self, row: Row, longest: int) -> list[int]:
+    @property
+    def _longest(self) -> int:
+        limit = self.target.longest_draft
+        return MAX_DRAFT_TOKENS if limit is None else min(limit, MAX_DRAFT_TOKENS)
+
+    def _run(self, row: Row) -> list[int]:
         """The forced tokens that come next."""
         constraint = constraint_of(row)
         # neither a row that drafts nothing nor the round whose token comes from the prompt's logits may have any
@@ -71,7 +73,7 @@ class ForcedDrafts:
             or (self.target.returns_prompt_logits and not row.rounds)
         ):
             return []
-        return constraint.forced(row.output, max(0, min(longest, row.remaining - 1)))
+        return constraint.forced(row.output, max(0, min(self._longest, row.remaining - 1)))
 
     def _line(self, row: Row, run: Sequence[int], drafted: list[int], longest: int, *, sampled: bool) -> _Line:
         constraint = constraint_of(row)
@@ -96,19 +98,6 @@ class ForcedDrafts:
 
 def _ends(row: Row, tokens: Sequence[int]) -> bool:
     return bool(tokens) and tokens[-1] in row.end_ids
-
-
-@contextmanager
-def _committed(rows: Sequence[Row], runs: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Let the drafter read the runs of forced tokens as if they had been committed."""
-    lengths = [len(row.tokens) for row in rows]
-    for row, run in zip(rows, runs, strict=True):
-        row.tokens.extend(run)
-    try:
-        yield
-    finally:
-        for row, length in zip(rows, lengths, strict=True):
-            del row.tokens[length:]
 
 
 def _assembled(draft: Draft, lines: Sequence[_Line]) -> Draft:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -114,27 +115,64 @@ class DraftScorer(Protocol):
     @property
     def backend(self) -> Backend: ...
 
+    def begin(self, width: int) -> int:
+        """Prepare for a draft of `width` tokens; returns the most tokens that it may have."""
+        return width
+
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token."""
 
+    def acceptance(self, rows: Sequence[Row], draft: Tensor) -> Tensor | None:
+        """[B] the probability that the token after this draft, scored last, is accepted; None if not estimated."""
+        return None
+
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
-        """[B, steps] greedy tokens in one call, where the model can."""
+        """[B, steps] greedy tokens in one call; None where that is impossible."""
+        return None
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         """Note that only the first lengths[i] of the tokens scored for row i are its draft."""
 
 
+@dataclass(frozen=True)
+class Source:
+    """A drafter, and what the loop and its policy must know of it. A round asks its sources in order."""
+
+    drafter: Drafter
+    takes_forwards: bool = True  # each drafted token takes a forward pass of a model
+    of_predictions: bool = False  # it drafts only for rows whose request predicts its output
+
+
 class Policy(Protocol):
-    """Decides how much to draft. `lengths` is called once a round; only `observe` learns."""
+    """Decides how much to draft, and from which source; only `observe` learns."""
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Learn from the newest round of each row (`row.rounds[-1]`); called once after every round."""
 
-    def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """Tokens to ask the drafter for, per row; the loop shortens those that would overrun a row's end."""
+    def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
+        """How many tokens to ask a source for, per row, at most room[i]; 0 keeps the row's `draft`.
+
+        draft: what the sources before this one propose.
+        """
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft, cut where verifying more is not expected to pay."""
+
+    def expects_drafts(self, row: Row) -> bool:
+        """Whether a draft model is expected to draft for a row, so that it is worth reading its prompt ahead."""
+
+
+class Grammar(Protocol):
+    """What constraints say about drafts; see `slipstream.constraints`."""
+
+    def forced(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Per row, the tokens that come next because no other is legal."""
+
+    def room_after(self, rows: Sequence[Row], forced: Sequence[Sequence[int]]) -> list[int]:
+        """Per row, the most tokens that may be drafted after its forced ones."""
+
+    def around(self, rows: Sequence[Row], forced: Sequence[Sequence[int]], draft: Draft) -> Draft:
+        """The forced tokens, the legal part of the draft after them, and the tokens which that forces."""
 
 
 class Backend(Protocol):

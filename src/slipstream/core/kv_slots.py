@@ -172,6 +172,7 @@ class SlotTable:
     def __post_init__(self) -> None:
         self._has_prompt_logits = isinstance(self.backend, PromptLogits)
         self._checkpoints = self.backend if isinstance(self.backend, Checkpoints) else None
+        self.has_checkpoints = self._checkpoints is not None
         self._long_texts = self.backend if isinstance(self.backend, LongTexts) else None
         self.longest_short = None if self._long_texts is None else self._long_texts.longest_short
         if self.audit is None and os.environ.get("SLIPSTREAM_DEBUG") == "1":
@@ -245,13 +246,14 @@ class SlotTable:
 
         Rows of a batch only ever move to lower slots, so a slot is never overwritten before it has been copied.
         """
-        state, is_long = self.states[slot], self.is_long(row)
-        self.set_reading(slot, row)
-        if state.row is row and not self._still_holds(state, row):
-            # the text has become long, and is read anew
-            self.states[slot] = SlotState(row, round=len(row.rounds), shapes=self.shapes, is_long=is_long)
-            return
+        state, is_long = self.states[slot], False
+        if self.longest_short is not None:
+            is_long = self.set_reading(slot, row)
         if state.row is row:
+            if state.is_long != is_long and not self._still_holds(state, row):
+                # the text has become long, and is read again
+                self.states[slot] = SlotState(row, round=len(row.rounds), shapes=self.shapes, is_long=is_long)
+                return
             state.is_long, state.begins_short = is_long, state.begins_short or is_long > state.is_long
             if state.round != len(row.rounds):
                 # the round of its draft is committed: what was accepted stays, the rest is overwritten
@@ -335,10 +337,12 @@ class SlotTable:
             return True
         return is_long and self._long_texts is not None and not self._long_texts.reads_anew
 
-    def set_reading(self, slot: int, row: Row) -> None:
-        """Before a forward of a slot: tell the model whether it reads the row's text as a long one."""
+    def set_reading(self, slot: int, row: Row) -> bool:
+        """Before a forward of a slot: tell the model whether it reads the row's text as a long one; returns that."""
+        is_long = self.is_long(row)
         if self._long_texts is not None and self.longest_short is not None:
-            self._long_texts.read_as(slot, is_long=self.is_long(row))
+            self._long_texts.read_as(slot, is_long=is_long)
+        return is_long
 
     def reusable_prefix(self, slot: int, row: Row) -> int:
         """How many leading tokens of a row that enters may be copied from a slot."""
@@ -378,9 +382,17 @@ class SlotTable:
         """
         for slot, row in enumerate(rows):
             base, branches = len(row.tokens), 0 if nodes is None else nodes[slot] - lengths[slot]
-            state = SlotState(row, base, base + lengths[slot], len(row.rounds), self.shapes, branches)
-            state.is_long, state.begins_short = self.is_long(row), self.states[slot].begins_short
-            self.states[slot] = state
+            before = self.states[slot]  # assigned to the row, so it knows how the text is read
+            self.states[slot] = SlotState(
+                row,
+                base,
+                base + lengths[slot],
+                len(row.rounds),
+                self.shapes,
+                branches,
+                before.is_long,
+                before.begins_short,
+            )
 
     def forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
         """A forward of the model over tokens [B, W]; see `Backend.forward`."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from slipstream.core.loop import Batch, Clock, Engine
+from slipstream.core.loop import Batch, Engine
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
@@ -77,20 +77,24 @@ class Scheduler:
             self._reserve()
         if self._batch is None or self._batch.rows != self._running:
             self._batch = self.engine.batch(self._running)
-        return self.engine.step(self._batch, Clock(), self._read_ahead if self._reading else None)
+        return self.engine.step(self._batch, self._read_ahead if self._reading else None)
 
     def run(self, rows: Iterable[Row]) -> Iterator[Round]:
         """Add rows and step until none is left."""
         for row in rows:
             self.add(row)
-        while self.unfinished:
-            yield from self.step()
+        while rounds := self.step():
+            yield from rounds
 
     def _admit(self) -> None:
         """Ended rows leave, and rows that wait take their places."""
+        if not self._waiting and not self._reading and all(row.finish_reason is None for row in self._running):
+            return
         self._waiting = deque(row for row in self._waiting if row.finish_reason is None)
         self._reading = [row for row in self._reading if row.finish_reason is None]
-        self._room = self.prompt_budget * self._share_of_new()
+        running = sum(row.finish_reason is None for row in self._running)
+        new = min(len(self._waiting) + len(self._reading), self.max_batch_size - running)
+        self._room = self.prompt_budget * max(1, new // max(1, running))
         self._fill_places_of_ended()
         self._begin_waiting()
         if not any(row.rounds for row in self._running):
@@ -119,12 +123,6 @@ class Scheduler:
             delays = bool(self._reading) or not self._is_short(row)
             (self._reading if delays else self._running).append(row)
             self._room -= 0 if delays else row.prompt_length
-
-    def _share_of_new(self) -> int:
-        """How many rows wait to begin, and have a place, for each running one; at least 1."""
-        running = sum(row.finish_reason is None for row in self._running)
-        new = min(len(self._waiting) + len(self._reading), self.max_batch_size - running)
-        return max(1, new // max(1, running))
 
     def _is_short(self, row: Row) -> bool:
         """Whether the current step can read the row's whole prompt, besides those of the rows it has admitted."""

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import match
-from slipstream.core.interfaces import Backend, GreedyRounds
+from slipstream.core.interfaces import Backend, DraftScorer, GreedyRounds
 from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes, SlotState, SlotTable, in_order
 from slipstream.core.rng import argmax
 from slipstream.core.trees import TreeForwards, TreeSegment, chain_lengths, segments_of
 from slipstream.core.types import Draft, Row, Verdict
 
 
-class Session:
+class Session(DraftScorer):
     """Scores tokens with one model for any number of rows; row i of a call uses slot i of the KV cache.
 
     layout: how rows of different length share a forward.
@@ -134,6 +134,7 @@ class Session:
         the last `keep` of the K + 1 positions.
         """
         keep = draft.shape[1] + 1 if keep is None else keep
+        self.prefill(rows)
         batch = self._input_batch(rows, draft, keep)
         logits = self.layout.score(self.table, batch, draft, lengths, keep)
         self.table.note_cached(rows, lengths)
@@ -151,7 +152,10 @@ class Session:
         return self.branches and self.shapes.tree_total_for(sum(draft.lengths) + missing, len(rows)) is not None
 
     def score_tree(self, rows: Sequence[Row], draft: Draft) -> Tensor:
-        """`score` of an arranged tree: [B, K + 1, V] logits after the committed tokens and after each node."""
+        """`score` of an arranged tree: [B, K + 1, V] logits after the committed tokens and after each node.
+
+        The rows have been prefilled.
+        """
         assert self._trees is not None and draft.parents is not None
         batch, device = self._input_batch(rows, draft.tokens[:, :0], 1), self.backend.device
         segments, columns = list[TreeSegment](), list[list[int]]()
@@ -194,6 +198,7 @@ class Session:
         if not isinstance(backend, GreedyRounds):
             return None
         nothing = torch.empty(len(rows), 0, dtype=torch.int64, device=backend.device)
+        self.prefill(rows)
         batch = self._input_batch(rows, nothing, 1)
         inputs = batch.padded(nothing, self.table)
         tokens = backend.draft_greedy(inputs, batch.starts, batch.counts, steps=steps, vocab_size=vocab_size)
@@ -204,7 +209,10 @@ class Session:
         return tokens
 
     def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict:
-        """`score`, argmax and the longest matching prefix; in one call where the backend has `GreedyRounds`."""
+        """`score`, argmax and the longest matching prefix; in one call where the backend has `GreedyRounds`.
+
+        The rows have been prefilled.
+        """
         backend, width = self.backend, draft.shape[1]
         batch = self._input_batch(rows, draft, width + 1)
         if not isinstance(backend, GreedyRounds):
@@ -223,11 +231,11 @@ class Session:
 
     def _input_batch(self, rows: Sequence[Row], draft: Tensor, keep: int) -> InputBatch:
         """The tokens that the rows' cache lacks up to the end of the draft. keep: how many positions are wanted."""
-        self.prefill(rows)
         width = draft.shape[1]
         starts = [self.table.first_missing(i, row, width if keep <= width else 0) for i, row in enumerate(rows)]
-        for slot, row in enumerate(rows):
-            self.table.mark_final(slot, len(row.tokens) - row.open_end)
+        if self.table.has_checkpoints:
+            for slot, row in enumerate(rows):
+                self.table.mark_final(slot, len(row.tokens) - row.open_end)
         missing = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
         # draft tokens that are cached already (a draft model scoring token by token) are not fed again
         fed = [max(start - len(row.tokens), 0) for row, start in zip(rows, starts, strict=True)]

@@ -259,6 +259,7 @@ class Traits:
     branches: it proposes tokens beside those of its chains, where trees are verified.
     other_vocabulary: it is for draft models of another vocabulary; the drafter `model` becomes this one for them.
     in_other_engines: inference engines have it too, so `tune` compares it, and says how to set it there.
+    reads_predictions: it drafts from the predictions of requests itself.
     """
 
     samples: bool = True
@@ -271,6 +272,7 @@ class Traits:
     branches: bool = False
     other_vocabulary: bool = False
     in_other_engines: bool = False
+    reads_predictions: bool = False
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ from statistics import fmean
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
+from slipstream.core.interfaces import Source
 from slipstream.core.rounds import MODEL, PREDICTION, RETRIEVAL, Round, depths
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import ModelDrafts, Positions
@@ -106,6 +107,16 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
     return [Worth(base, (1 - base) * len(rows) * weight / sum(weights), spread) for weight in weights]
 
 
+def lengths_without_costs(lengths: Sequence[int], draft: Draft, room: Sequence[int]) -> list[int]:
+    """These lengths as far as there is room, but 0 for rows whose draft so far promises enough.
+
+    It must be expected to add 1.2 tokens, or 60 % of a short draft.
+    """
+    wanted = map(min, lengths, room)
+    promised = (sum(probs or ()) for probs in draft.acceptance_probs)
+    return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(wanted, promised, strict=True)]
+
+
 class TextLengths:
     """Estimates how long texts are, as if every token were as likely to end its text as any other."""
 
@@ -171,10 +182,10 @@ class RowPlan:
 class Planner:
     """The policy of one decoder; its drafters ask it, too.
 
-    longest: most tokens of a retrieval draft. room: most tokens a draft model may draft in the STEPS steps of a round,
-    runners-up included.
-    has_model: a draft model, or another drafter that takes a forward for each token. asks_model: nothing else drafts,
-    so `lengths` decides whether it pays; else the drafter asks. is_plain: nothing drafts but predictions.
+    longest: most tokens of a retrieval draft. room: most tokens that a draft model may draft in the STEPS steps of a
+    round, runners-up and what retrieval adds to them included.
+    has_model: a draft model, or another drafter that takes a forward for each token. only_model: nothing but that and
+    predictions drafts. is_plain: nothing drafts but predictions.
     reads: the draft model must read a text before its first draft; has_cached: whether it has read a row's text ahead
     of that; to_read: how many tokens of a row it reads.
     is_fixed: whether a row's text depends on its drafts. Such rows get `fixed_length` tokens whatever that costs, so
@@ -185,7 +196,7 @@ class Planner:
     longest: int = LONGEST
     room: int = STEPS
     has_model: bool = False
-    asks_model: bool = False
+    only_model: bool = False
     reads: bool = True
     is_plain: bool = False
     fixed_length: int = 0
@@ -224,14 +235,19 @@ class Planner:
         for row in rows:
             self._learn(row)
 
-    def lengths(self, rows: Sequence[Row]) -> list[int]:
+    def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
         """The most tokens that can pay; `worth_verifying` cuts drafts to those that do."""
         longest = min(self.longest, max(IN_BATCH, self.longest // max(len(rows), 1)))
-        if self.asks_model:
-            chosen = self.model_lengths(rows, [()] * len(rows), [self.room] * len(rows))
+        if source.takes_forwards:
+            offers = [probs or () for probs in draft.acceptance_probs]
+            chosen = self.model_lengths(rows, offers, [min(longest, self.room, n) for n in room])
         else:
-            chosen = [longest if self._searches(rows) or self._asks_model(rows) else 0] * len(rows)
-        return [self.fixed_length if self.is_fixed(row) else n for row, n in zip(rows, chosen, strict=True)]
+            is_asked = source.of_predictions or self._searches(rows)
+            chosen = [min(longest, n) if is_asked else 0 for n in room]
+        if not any(map(self.is_fixed, rows)):
+            return chosen
+        fixed = lengths_without_costs([self.fixed_length] * len(rows), draft, room)
+        return [fixed[i] if self.is_fixed(row) else chosen[i] for i, row in enumerate(rows)]
 
     def model_lengths(self, rows: Sequence[Row], offers: Sequence[Sequence[float]], room: Sequence[int]) -> list[int]:
         """How many tokens to ask the draft model for: 0 for rows for which it promises less than what is offered.
@@ -305,7 +321,7 @@ class Planner:
         ]
         return draft.cut(lengths)
 
-    def drafts_for(self, row: Row) -> bool:
+    def expects_drafts(self, row: Row) -> bool:
         """Whether the draft model would save a row that is alone more time than reading its text takes."""
         rate = self.costs.rate([self.model_drafts.of(row)], 1, [])
         return self.is_fixed(row) or self._pays([row], [row], rate, 1 / self.costs.verify(1, 0))
@@ -341,13 +357,6 @@ class Planner:
         is_due = any(self._plan_of(row).retrieval.is_due for row in rows)
         return is_due or self._saved_seconds is None or self._saved_seconds > self._search_seconds
 
-    def _asks_model(self, rows: Sequence[Row]) -> bool:
-        """Whether the draft model would draft without a search; asked every 4th round if it has read no text."""
-        if not self.has_model:
-            return False
-        is_asked = any(map(self._has_read, rows)) or self._plan_of(rows[0]).model.waited % SOONEST == 0
-        return is_asked and any(self.model_lengths(rows, [()] * len(rows), [self.room] * len(rows)))
-
     def _token_seconds(self, count: int) -> float:
         """Seconds per token of so many rows without drafts: what one more accepted token saves."""
         return self.costs.verify(count, 0) / count
@@ -360,7 +369,7 @@ class Planner:
         elif newest.origin.source != PREDICTION:
             self._learn_retrieval(row, plan)
         plan.model.observe(drafted=is_of_model, accepted=accepted)
-        if self.has_model and not self.asks_model:
+        if self.has_model and not self.only_model:
             is_left = is_of_model or accepted < self.model_drafts.of(row).accepted
             plan.share_left += min(1.0, len(newest.tokens) / OWN_TOKENS) * (is_left - plan.share_left)
             self._share_left += min(1.0, len(newest.tokens) / ALL_TOKENS) * (is_left - self._share_left)
@@ -401,7 +410,7 @@ class Planner:
     def _is_of_model(self, newest: Round) -> bool:
         source = newest.origin.source
         # a drafter object of the user's need not name its source
-        return source == MODEL or (self.asks_model and source != PREDICTION and newest.draft != ())
+        return source == MODEL or (self.only_model and source != PREDICTION and newest.draft != ())
 
     def _plan_of(self, row: Row) -> RowPlan:
         plan = self._rows.get(row)

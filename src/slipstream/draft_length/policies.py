@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from slipstream.core.interfaces import Policy
+from slipstream.core.interfaces import Policy, Source
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rounds import PREDICTION
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.choice import LengthChoice
-from slipstream.draft_length.planner import Planner
+from slipstream.draft_length.planner import Planner, lengths_without_costs
 from slipstream.errors import UsageError
 
 
@@ -24,11 +24,14 @@ class Fixed:
     def observe(self, rows: Sequence[Row]) -> None:
         pass
 
-    def lengths(self, rows: Sequence[Row]) -> list[int]:
-        return [self.count] * len(rows)
+    def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
+        return lengths_without_costs([self.count] * len(rows), draft, room)
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         return draft
+
+    def expects_drafts(self, row: Row) -> bool:
+        return self.count > 0
 
 
 @dataclass
@@ -48,11 +51,14 @@ class Heuristic:
                 change = 2 if newest.num_accepted_tokens == newest.num_draft_tokens else -1
                 self._lengths[row] = max(1, min(self._length(row) + change, self.longest))
 
-    def lengths(self, rows: Sequence[Row]) -> list[int]:
-        return [self._length(row) for row in rows]
+    def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
+        return lengths_without_costs([self._length(row) for row in rows], draft, room)
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         return draft
+
+    def expects_drafts(self, row: Row) -> bool:
+        return True
 
     def _length(self, row: Row) -> int:
         return self._lengths.get(row, min(5, self.longest))
@@ -73,11 +79,3 @@ def make_policy(choice: LengthChoice, planner: Planner | None, *, limit: int | N
             spelled = f"'{length // (1 + choice.siblings)}x{1 + choice.siblings}', a tree of {length} tokens"
         raise UsageError(f"num_draft_tokens={spelled}; allowed: at most {longest}{why}")
     return Heuristic(length) if choice.kind == "heuristic" else Fixed(length)
-
-
-def drafts_for(policy: Policy, row: Row) -> bool:
-    """Whether a draft model is expected to draft for a row, so that it is worth reading its prompt ahead."""
-    requested = row.params.num_draft_tokens
-    if requested is not None:
-        return requested > 0
-    return policy.drafts_for(row) if isinstance(policy, Planner) else policy.lengths([row])[0] > 0

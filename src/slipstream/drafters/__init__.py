@@ -2,8 +2,8 @@
 
 The file name is the drafter's name; files that begin with an underscore hold what several drafters share. A drafter's
 file has `TRAITS`, what it declares about itself, and `build(setup, argument)`, which returns an object with the one
-method of `Drafter`. `argument` is what the user wrote after a colon: "ngram:5" gives "5". `ARGUMENTS` has its syntax
-for `--help`.
+method of `Drafter`, or a list of `Source`s that are asked in turn. `argument` is what the user wrote after a colon:
+"ngram:5" gives "5". `ARGUMENTS` has its syntax for `--help`.
 Importing this package imports no drafter and no PyTorch.
 """
 
@@ -21,7 +21,7 @@ from slipstream.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.core.interfaces import Drafter, DraftScorer, Extender
+    from slipstream.core.interfaces import Drafter, DraftScorer, Extender, Source
     from slipstream.core.session import Session
     from slipstream.core.types import Traits
     from slipstream.draft_length.planner import Planner
@@ -124,11 +124,18 @@ def preferred(*, draft_model: bool, costs: bool) -> str:
     return max(usable, key=lambda name: usable[name])
 
 
-def load(text: str, setup: Setup) -> Drafter:
-    """The drafter called `text`, for example "ngram" or "ngram:5"."""
+def load(text: str, setup: Setup) -> Any:
+    """The drafter called `text`, for example "ngram" or "ngram:5", or its list of sources."""
     check_name(text)
-    drafter: Drafter = _module(text).build(setup, text.partition(":")[2])
-    return drafter
+    return _module(text).build(setup, text.partition(":")[2])
+
+
+def sources(text: str, setup: Setup) -> list[Source]:
+    """The sources of the drafter called `text`; most drafters are one source."""
+    from slipstream.core.interfaces import Source
+
+    built = load(text, setup)
+    return built if isinstance(built, list) else [Source(built, traits(text).needs_forwards)]
 
 
 def summary(text: str) -> str:

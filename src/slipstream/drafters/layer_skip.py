@@ -16,7 +16,7 @@ from copy import copy
 
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend
+from slipstream.core.interfaces import Backend, DraftScorer
 from slipstream.core.session import Session
 from slipstream.core.types import Row, Traits
 from slipstream.drafters import Setup
@@ -29,7 +29,7 @@ ARGUMENT = re.compile(r"(?:(\d+|\d+-\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)+)(?:\+p=(\
 TRAITS = Traits(default_length=4)
 
 
-class SharedCacheSession:
+class SharedCacheSession(DraftScorer):
     """Scores drafts with some layers of the target, which read the target's KV cache of the committed tokens.
 
     A draft begins with a call without draft tokens, which forgets what the last one wrote. Between two calls the target

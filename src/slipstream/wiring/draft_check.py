@@ -1,21 +1,17 @@
-"""Checks what a drafter returns; messages name the drafter and what is allowed.
-
-Every drafter must return a `Draft`. A user's must also leave `row.tokens` alone and return probabilities that sum to 1.
-"""
+"""Checks what a user's drafter returns; messages name the drafter and what is allowed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend, Drafter
-from slipstream.core.loop import Propose
+from slipstream.core.interfaces import Backend, Drafter, Observer, Sampler
 from slipstream.core.rounds import RowDraft
 from slipstream.core.trees import check_parents
-from slipstream.core.types import Draft, Row
+from slipstream.core.types import Draft, Row, Verdict
 from slipstream.errors import UsageError
 
 INTEGERS = torch.int64, torch.int32  # allowed types of token ids, and of probabilities; messages name the first
@@ -23,12 +19,59 @@ FLOATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
 NEAR_ONE = 0.02  # how far sums of probabilities in half precision may be from 1
 
 
-def check_draft(draft: object, max_lengths: Sequence[int], drafter: Drafter, backend: Backend) -> None:
-    """Raise UsageError, which names the drafter, unless this is a draft of at most max_lengths[i] tokens per row.
+def checked(drafter: Drafter, backend: Backend) -> Drafter:
+    """The drafter, with its drafts checked."""
+    return CheckedObserver(drafter, backend) if isinstance(drafter, Observer) else CheckedDrafter(drafter, backend)
 
-    Only what the host knows is looked at, so that nothing waits for the device.
-    """
-    name, rows = type(drafter).__name__, len(max_lengths)
+
+@dataclass(frozen=True)
+class CheckedDrafter:
+    """A user's drafter. Raises UsageError if it changes a text or returns anything but a valid draft."""
+
+    drafter: Drafter
+    backend: Backend  # the target's
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        name, texts = type(self.drafter).__name__, [row.tokens[:] for row in rows]
+        try:
+            draft = self.drafter.propose(rows, lengths, sampler)
+        finally:
+            changed = [(row, text) for row, text in zip(rows, texts, strict=True) if row.tokens != text]
+            for row, text in changed:
+                row.tokens[:] = text
+        if changed:
+            raise UsageError(f"drafter {name} changed row.tokens; allowed: to read them, and to change a copy")
+        check_draft(draft, lengths, name, self.backend)
+        drafted = torch.arange(draft.width, device=draft.tokens.device) < draft.lengths_on_device
+        tokens, vocab_size = draft.tokens[drafted], self.backend.vocab_size
+        wrong_tokens = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if len(wrong_tokens):
+            raise UsageError(f"drafter {name} drafted token {int(wrong_tokens[0])}; allowed: 0 to {vocab_size - 1}")
+        if draft.probs is not None:
+            probs = draft.probs[drafted].float()
+            sums = probs.sum(-1)
+            wrong = (sums - 1).abs() > NEAR_ONE
+            wrong = (wrong & (sums != 0)) | (probs.amin(-1) < 0) | sums.isnan()  # 0: no token was left to draft
+            if wrong.any():
+                total = float(sums[wrong][0])
+                raise UsageError(
+                    f"drafter {name} returned probs with the sum {total:g}; allowed: none below 0, with the sum 1"
+                )
+        # what stands beyond a row's length does not count, and need not be a token
+        return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))
+
+
+class CheckedObserver(CheckedDrafter):
+    """A user's drafter that sees what the target makes of its drafts."""
+
+    def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        assert isinstance(self.drafter, Observer)
+        self.drafter.observe(rows, draft, logits, verdict)
+
+
+def check_draft(draft: object, max_lengths: Sequence[int], name: str, backend: Backend) -> None:
+    """Raise UsageError, which names the drafter, unless this is a draft of at most max_lengths[i] tokens per row."""
+    rows = len(max_lengths)
     if not isinstance(draft, Draft):
         raise UsageError(
             f"drafter {name} returned {type(draft).__name__}; allowed: a Draft, for example "
@@ -75,42 +118,3 @@ def _check_tensor(
         returned = f"{list(value.shape)} of {value.dtype} on {value.device}"
         sizes_allowed = ", ".join("any" if n is None else str(n) for n in shape)
         raise UsageError(f"{what} {returned}; allowed: [{sizes_allowed}] of {dtypes[0]} on {backend.device}")
-
-
-def users_draft(
-    name: str,
-    constrain: Callable[[Sequence[Row], Propose], Draft],
-    vocab_size: int,
-    rows: Sequence[Row],
-    propose: Propose,
-) -> Draft:
-    """The draft of a user's drafter.
-
-    UsageError if it changed a text, drafted what is no token of the target, or its probabilities are no distribution.
-    What stands beyond a row's length does not count, and is clamped to the vocabulary.
-    """
-    texts = [row.tokens[:] for row in rows]
-    try:
-        draft = constrain(rows, propose)
-    finally:
-        changed = [(row, text) for row, text in zip(rows, texts, strict=True) if row.tokens != text]
-        for row, text in changed:
-            row.tokens[:] = text
-    if changed:
-        raise UsageError(f"drafter {name} changed row.tokens; allowed: to read them, and to change a copy")
-    drafted = torch.arange(draft.width, device=draft.tokens.device) < draft.lengths_on_device
-    tokens = draft.tokens[drafted]
-    wrong_tokens = tokens[(tokens < 0) | (tokens >= vocab_size)]
-    if len(wrong_tokens):
-        raise UsageError(f"drafter {name} drafted token {int(wrong_tokens[0])}; allowed: 0 to {vocab_size - 1}")
-    if draft.probs is not None:
-        probs = draft.probs[drafted].float()
-        sums = probs.sum(-1)
-        wrong = (sums - 1).abs() > NEAR_ONE
-        wrong = (wrong & (sums != 0)) | (probs.amin(-1) < 0) | sums.isnan()  # 0: no token was left to draft
-        if wrong.any():
-            total = float(sums[wrong][0])
-            raise UsageError(
-                f"drafter {name} returned probs with the sum {total:g}; allowed: none below 0, with the sum 1"
-            )
-    return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))

@@ -167,9 +167,12 @@ class EngineAccess:
         return self.target.tokenizer
 
     @property
-    def drafter(self) -> Drafter:
-        """The drafter in use."""
-        return self._engine.drafter
+    def drafter(self) -> Drafter | None:
+        """The drafter in use: the caller's object, or else the last source that is asked; None if nothing drafts."""
+        given, sources = self._parts.drafter, self._engine.sources
+        if not isinstance(given, str):
+            return given
+        return sources[-1].drafter if sources and not sources[-1].of_predictions else None
 
     @property
     def drafter_name(self) -> str:
@@ -257,9 +260,10 @@ class EngineAccess:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Exclusive use of the models, with the attended lengths of this decoder."""
-        with self._use, self._use.step_of(self._parts.turn) as changed:
+        parts = self._parts
+        with parts.use, parts.use.step_of(parts.turn) as changed:
             if changed:  # another decoder may have set its own since
-                self._models.set_attended_lengths()
+                parts.models.set_attended_lengths()
             yield
 
     def _in_turns(self, items: Iterator[T]) -> Iterator[T]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
 
 import torch
 
@@ -13,20 +11,19 @@ from slipstream import drafters
 from slipstream.config import DecoderConfig
 from slipstream.constraints.forced_drafts import ForcedDrafts
 from slipstream.core.acceptance import Rule, load_rule, rule_for
-from slipstream.core.interfaces import Drafter
+from slipstream.core.interfaces import Drafter, Source
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
 from slipstream.core.types import Draft, Traits
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import LONGEST, STEPS, Planner
-from slipstream.draft_length.policies import drafts_for, make_policy
+from slipstream.draft_length.policies import make_policy
+from slipstream.drafters import suffix
 from slipstream.errors import UsageError
 from slipstream.models.cpu.compiled_race import race
-from slipstream.models.loaded import Loaded
-from slipstream.predicted_outputs.predicted_drafts import PredictedDrafts, RowPredictions
 from slipstream.sampling.sampler import Sampler
-from slipstream.wiring.draft_check import check_draft, users_draft
+from slipstream.wiring.draft_check import checked
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 
@@ -110,35 +107,21 @@ class EngineParts:
         return rule_for(self.acceptance, Draft.empty(0, torch.device("cpu"))).coupled
 
     def engine(self) -> GuardedEngine:
-        """The engine: drafter, policy and rule, and what edits drafts: predictions, constraints, checks."""
-        target, traits = self.models.target_session, self.traits
+        """The engine: sources, policy and rule, and the grammar of constraints."""
+        models, traits, target = self.models, self.traits, self.models.target_session
         planner = self._planner() if self.lengths.kind == "auto" else None
-        policy, drafter = make_policy(self.lengths, planner, limit=target.longest_draft), self._drafter(planner)
-        engine = GuardedEngine(
+        return GuardedEngine(
             target,
-            drafter,
-            policy,
+            self._sources(planner),
+            make_policy(self.lengths, planner, limit=target.longest_draft),
             Sampler,
             self.acceptance,
-            self.models.draft_reader,
-            make_race=race,
-            check_draft=check_draft,
-            sessions=[session for session in (target, self.models.draft_session) if session is not None],
+            models.draft_reader if traits.has_own_cache else None,
+            # plain decoding drafts nothing, forced or not
+            ForcedDrafts(target) if traits.default_length and self.lengths.count != 0 else None,
+            race,
+            sessions=[session for session in (target, models.draft_session) if session is not None],
         )
-        if traits.default_length and self.lengths.count != 0:  # plain decoding drafts nothing, forced or not
-            engine.constrain = ForcedDrafts(target)
-        if not self.is_built_in:
-            engine.constrain = partial(users_draft, self.name, engine.constrain, target.backend.vocab_size)
-        if traits.has_own_cache:
-            engine.drafts_for = partial(drafts_for, policy)
-        if not why_no_predictions(self.models, self.lengths):
-            engine.predict = PredictedDrafts(
-                RowPredictions(line_ends(self.models.target)),
-                longest_prediction(self.lengths, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
-                free_drafts=not traits.needs_forwards,
-                costs_decide=lambda row: planner is not None and not planner.is_fixed(row),
-            )
-        return engine
 
     def _planner(self) -> Planner:
         """The planner of these models, with the costs that their calibration has measured."""
@@ -157,10 +140,11 @@ class EngineParts:
         )
         planner = Planner(
             costs,
-            room=2 * STEPS if traits.branches else STEPS,
+            # an own cache and costs: the draft model of "hybrid", whose drafts retrieval continues
+            room=LONGEST if traits.needs_cost_model else 2 * STEPS if traits.branches else STEPS,
             longest=LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft),
             has_model=traits.needs_forwards,
-            asks_model=traits.needs_forwards and not traits.needs_cost_model,
+            only_model=traits.needs_forwards and not traits.needs_cost_model,
             reads=traits.has_own_cache,
             is_plain=self.name == "none",
             fixed_length=traits.default_length,
@@ -172,8 +156,8 @@ class EngineParts:
             planner.to_read = models.windowed.num_to_read
         return planner
 
-    def _drafter(self, planner: Planner | None) -> Drafter:
-        """The drafter of this name; an object is used as it is."""
+    def _sources(self, planner: Planner | None) -> list[Source]:
+        """The sources of drafts: predictions, unless the drafter reads them itself, and those of the drafter."""
         models, lengths, target = self.models, self.lengths, self.models.target_session
         refused = self._why_no_tree() if lengths.siblings else ""
         if refused and lengths.siblings > 0:
@@ -183,7 +167,8 @@ class EngineParts:
                 raise UsageError(
                     f"drafter={self.picked!r}; allowed: a name or an object with propose(rows, lengths, sampler)"
                 )
-            return self.picked
+            user = checked(self.picked, target.backend)
+            return [*self._predictions(planner), Source(user, self.traits.needs_forwards)]
         setup = drafters.Setup(
             device=target.backend.device,
             vocab_size=target.backend.vocab_size,
@@ -199,7 +184,16 @@ class EngineParts:
             depth=(lengths.count or 0) // (1 + lengths.siblings) if lengths.siblings > 0 else 0,
             steps=MAX_DRAFT_TOKENS if planner is None else STEPS,
         )
-        return drafters.load(self.picked, setup)
+        sources = drafters.sources(self.picked, setup)
+        return sources if self.traits.reads_predictions else [*self._predictions(planner), *sources]
+
+    def _predictions(self, planner: Planner | None) -> list[Source]:
+        """The source that reads predictions, for drafters that do not; empty if requests cannot have any."""
+        if why_no_predictions(self.models, self.lengths):
+            return []
+        backend = self.models.target_session.backend
+        reader = suffix.predictions(backend.vocab_size, costs_decide=planner is not None)
+        return [Source(reader, takes_forwards=False, of_predictions=True)]
 
     def _why_no_tree(self) -> str:
         """Why drafts cannot branch, and what is allowed; empty if they can."""
@@ -222,23 +216,6 @@ def why_no_predictions(models: ModelPair, lengths: LengthChoice) -> str:
     if models.shapes.token_by_token or models.target_session.longest_draft == 0:
         return "a target that reads drafts token by token to be reproducible; allowed: reproducible=False"
     return ""
-
-
-def longest_prediction(lengths: LengthChoice, limit: int | None) -> int:
-    """Most tokens of a prediction in a round: no more than the user chose per round, if that was a number.
-
-    limit: the longest draft that the forward shapes allow; None if there is no limit.
-    """
-    bound = lengths.count if lengths.kind in ("fixed", "heuristic") else None
-    return min(n for n in (MAX_DRAFT_TOKENS, limit, bound) if n is not None)
-
-
-def line_ends(target: Loaded) -> Callable[[int], bool]:
-    """Whether a token ends a line; without a tokenizer none does."""
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        return lambda token: False
-    return cache(lambda token: "\n" in tokenizer.decode([token]))
 
 
 def name_of(choice: object) -> str:

@@ -20,7 +20,7 @@ from traceback import walk_tb
 import torch
 
 from slipstream.core.kv_slots import SlotState
-from slipstream.core.loop import STEPS, Batch, Clock, Engine
+from slipstream.core.loop import STEPS, Batch, Engine
 from slipstream.core.rounds import Round
 from slipstream.core.session import Session
 from slipstream.core.types import Row
@@ -66,10 +66,10 @@ class GuardedEngine(Engine):
             self._end_failing(new, lambda place: read_ahead([*running, *new[:place]], new[place : place + 1], budget))
 
     @torch.inference_mode()
-    def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:
+    def step(self, batch: Batch, read_ahead: Callable[[], None] | None = None) -> list[Round]:
         num_rounds = [len(row.rounds) for row in batch.rows]
         try:
-            rounds = super().step(batch, clock, read_ahead) if batch.rows else []
+            rounds = super().step(batch, read_ahead) if batch.rows else []
         except BaseException as error:
             if isinstance(error, NO_ROWS_FAULT) or _is_from_signal_handler(error):
                 raise
@@ -107,7 +107,7 @@ class GuardedEngine(Engine):
         for session in self.sessions:
             exchange(session, place, len(rows))
         try:
-            super().step(super().batch([row]), Clock())
+            super().step(super().batch([row]))
         finally:
             for session in self.sessions:
                 exchange(session, place, len(rows))
@@ -163,7 +163,7 @@ class GuardedEngine(Engine):
                 session.reserve(1, len(row.tokens) + PROBE.max_tokens)
         batch = super().batch([row])
         while row.finish_reason is None:
-            super().step(batch, Clock())
+            super().step(batch)
         if row.error is not None:
             raise row.error
 

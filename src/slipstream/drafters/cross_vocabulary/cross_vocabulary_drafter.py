@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend, Drafter, Sampler
+from slipstream.core.interfaces import Backend, Drafter, DraftScorer, Sampler
 from slipstream.core.rng import argmax
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.drafters import Setup
@@ -24,7 +24,6 @@ from slipstream.drafters.model.model_drafter import (
     DraftChain,
     ModelDrafter,
     Stop,
-    WhilePays,
     extended,
     record_of,
     stop_for,
@@ -64,7 +63,7 @@ class SharedTokens:
         return shared
 
 
-class SharedTokenScorer:
+class SharedTokenScorer(DraftScorer):
     """Presents a draft model's session as one over the target's vocabulary; only shared tokens have finite logits."""
 
     def __init__(self, bridged: BridgedSession, shared: SharedTokens, longest: int) -> None:
@@ -82,9 +81,6 @@ class SharedTokenScorer:
         fed = self._shared.draft_id[draft.to(self._shared.draft_id.device)]
         self._bridged.note_drafted(rows, fed.tolist())
         return self._shared.of(self._bridged.session.score(self._draft_rows, fed, lengths, keep))
-
-    def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
-        return None  # the likeliest token may not be a shared one
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         self._bridged.session.keep_drafts(lengths)
@@ -142,8 +138,8 @@ class CrossVocabularyDrafter:
             for text, draft_chances, n in zip(texts, chances, draft.lengths, strict=True)
         ]
         records = [record_of(n, DraftChain(chances=probs)) for n, probs in zip(lengths, token_chances, strict=True)]
-        if isinstance(self._stop, WhilePays):
-            learned = self._stop.planner.model_drafts
+        learned = None if self._stop is None else self._stop.learned
+        if learned is not None:
             chains = [
                 extended(self._extender, row, tokens, learned.acceptance_probs(row, probs), n)
                 for row, tokens, probs, n in zip(rows, proposals, token_chances, lengths, strict=True)

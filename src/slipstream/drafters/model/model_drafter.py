@@ -21,10 +21,9 @@ from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Stream, argmax
 from slipstream.core.rounds import MODEL, RowDraft
 from slipstream.core.types import Draft, Row, Traits
-from slipstream.draft_length.acceptance_model import bin_of, sibling_bin
+from slipstream.draft_length.acceptance_model import ModelDrafts, bin_of, sibling_bin
 from slipstream.draft_length.planner import Planner
 from slipstream.drafters import Setup, load
-from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.errors import UsageError
 from slipstream.models.heads.network import all_scores
 
@@ -40,7 +39,14 @@ TRAITS = Traits(
 
 
 class Stop(Protocol):
-    """Decides which rows' drafts end with the token drafted last."""
+    """Decides which rows' drafts end with the token drafted last.
+
+    learned: how likely tokens are to be accepted, where drafts get acceptance probabilities from it.
+    """
+
+    @property
+    def learned(self) -> ModelDrafts | None:
+        return None
 
     def ends(
         self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
@@ -53,7 +59,7 @@ class Stop(Protocol):
 
 
 @dataclass(frozen=True)
-class PathBelow:
+class PathBelow(Stop):
     """Ends a draft when the product of its tokens' probabilities falls below `threshold`."""
 
     threshold: float
@@ -65,7 +71,7 @@ class PathBelow:
 
 
 @dataclass(frozen=True)
-class TokenBelow:
+class TokenBelow(Stop):
     """Ends a draft with its first token less likely than `threshold`.
 
     Greedy drafts end as with Hugging Face's `assistant_confidence_threshold`.
@@ -80,7 +86,7 @@ class TokenBelow:
 
 
 @dataclass(frozen=True)
-class WhilePays:
+class WhilePays(Stop):
     """Ends all drafts when another step of the draft model would cost more than it is expected to bring.
 
     Rows whose request sets a draft length get that many tokens. Where the text depends on the draft, the draft's
@@ -88,6 +94,10 @@ class WhilePays:
     """
 
     planner: Planner
+
+    @property
+    def learned(self) -> ModelDrafts:
+        return self.planner.model_drafts
 
     def ends(
         self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
@@ -114,6 +124,12 @@ class DraftChain:
     tokens: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     runners_up: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    def add(self, best: Sequence[int], chances: Sequence[float]) -> None:
+        """Append a token with its runners-up. best: the token and they, best first; chances: theirs."""
+        self.tokens.append(best[0])
+        self.chances.append(chances[0])
+        self.runners_up.append(list(zip(best[1:], chances[1:], strict=True)))
 
     def cut(self, length: int) -> DraftChain:
         """The draft of the first `length` tokens."""
@@ -152,69 +168,66 @@ class ModelDrafter:
         """One forward of the draft model per column; rows that want fewer columns are padded."""
         sampled = not (sampler.all_greedy or self.coupled)
         siblings = 0 if sampled or not sampler.branching else self.siblings
-        tokens_per_level = 1 + siblings if self.stop is None else 1
-        chain_lengths = [self._chain_length(tokens_per_level, row, n) for row, n in zip(rows, lengths, strict=True)]
-        if isinstance(self.session, ParallelScorer):
-            chain_lengths = [min(length, self.session.longest) for length in chain_lengths]
-            self.session.num_tokens = max(chain_lengths, default=0)
-        width, ends = max(chain_lengths, default=0), list(chain_lengths)
+        per_level = 1 + siblings if self.stop is None else 1
+        asked = [self._chain_length(per_level, row, n) for row, n in zip(rows, lengths, strict=True)]
+        width = self.session.begin(max(asked, default=0))
+        ends = asked = [min(length, width) for length in asked]
         records = tuple(RowDraft(MODEL if n else "") for n in lengths)
         if width and sampler.plain and self.stop is None and not siblings:
             drafted = self.session.draft_greedy(rows, width, self.vocab_size)
             if drafted is not None:
-                self.session.keep_drafts(chain_lengths)
+                self.session.keep_drafts(ends)
                 drafted = drafted.to(sampler.device, non_blocking=True)
-                return Draft(drafted, tuple(chain_lengths), steps=width, rows=records)
+                return Draft(drafted, tuple(ends), steps=width, rows=records)
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=self.session.backend.device)
-        distributions = list[Tensor]()
         token_ids = None if sampled or sampler.changes_logits else self._token_ids  # of the scores
-        chains = [DraftChain() for _ in rows]
-        for j in range(width):
-            logits = self.session.score(rows, tokens[:, :j], [j] * len(rows), keep=1)
+        chains, distributions, steps = [DraftChain() for _ in rows], list[Tensor](), 0
+        while (place := steps) < max(ends, default=0):
+            steps += 1
+            logits = self.session.score(rows, tokens[:, :place], [place] * len(rows), keep=1)
             scores = (self._fit(logits) if token_ids is None else logits).to(sampler.device)
             if not sampler.plain:
-                scores = sampler.scores(scores, tokens[:, :j].to(sampler.device), first=j)
-                ends = _before_dead_ends(rows, scores[:, 0], ends, j)
-                if max(ends) <= j:
+                scores = sampler.scores(scores, tokens[:, :place].to(sampler.device), first=place)
+                ends = _before_dead_ends(rows, scores[:, 0], ends, place)
+                if max(ends) <= place:
                     break
             if sampled:
                 distributions.append(sampler.probs(scores))
-                leaders, leader_chances = self._sampled(scores[:, 0], distributions, sampler)
+                leaders, chances = self._sampled(scores[:, 0], distributions, sampler)
             else:
-                leaders, leader_chances = self._leaders(scores, j, sampler, 1 + siblings, token_ids)
-            tokens[:, j] = leaders[:, 0]
-            if leader_chances is not None:
-                if isinstance(self.session, ParallelScorer):
-                    estimates = self.session.acceptance(rows, tokens[:, :j])
-                    if estimates is not None:
-                        leader_chances[:, 0] = estimates.to(leader_chances.device)
-                for chain, best, chances in zip(chains, leaders.tolist(), leader_chances.tolist(), strict=True):
-                    chain.tokens.append(best[0])
-                    chain.chances.append(chances[0])
-                    chain.runners_up.append(list(zip(best[1:], chances[1:], strict=True)))
+                leaders, chances = self._leaders(scores, place, sampler, 1 + siblings, token_ids)
+            tokens[:, place] = leaders[:, 0]
+            if chances is not None:
+                estimates = self.session.acceptance(rows, tokens[:, :place])
+                if estimates is not None:
+                    chances[:, 0] = estimates.to(chances.device)
+                for chain, best, best_chances in zip(chains, leaders.tolist(), chances.tolist(), strict=True):
+                    chain.add(best, best_chances)
             if self.stop is not None:
-                has_ended = self.stop.ends(rows, chain_lengths, [chain.chances for chain in chains], sampled)
-                ends = [min(end, j + 1) if is_over else end for end, is_over in zip(ends, has_ended, strict=True)]
-                if max(ends) <= j + 1:
-                    break
-        if width:
+                has_ended = self.stop.ends(rows, asked, [chain.chances for chain in chains], sampled)
+                ends = [min(end, steps) if is_over else end for end, is_over in zip(ends, has_ended, strict=True)]
+        if steps:
             self.session.keep_drafts(ends)
-        steps, width = (j + 1 if width else 0), max(ends, default=0)
-        learns = isinstance(self.stop, WhilePays)
-        if not sampled and (learns or siblings):
+        learned = None if self.stop is None else self.stop.learned
+        if not sampled and (learned is not None or siblings):
             chains = [chain.cut(end) for chain, end in zip(chains, ends, strict=True)]
-            trees = self._likeliest(rows, lengths, chains, sampler) if learns else _filled(lengths, chains, sampler)
-            return replace(trees, steps=steps)
-        draft = tokens[:, :width].to(sampler.device, non_blocking=True)
+            if learned is None:
+                return replace(_filled(lengths, chains, sampler), steps=steps)
+            return replace(self._likeliest(rows, lengths, chains, learned, sampler), steps=steps)
+        width = max(ends, default=0)
         probs = torch.cat(distributions[:width], dim=1) if sampled and distributions else None
-        return Draft(draft, tuple(ends), probs, steps, rows=records)
+        return Draft(tokens[:, :width].to(sampler.device, non_blocking=True), tuple(ends), probs, steps, rows=records)
 
     def _likeliest(
-        self, rows: Sequence[Row], lengths: Sequence[int], chains: Sequence[DraftChain], sampler: Sampler
+        self,
+        rows: Sequence[Row],
+        lengths: Sequence[int],
+        chains: Sequence[DraftChain],
+        learned: ModelDrafts,
+        sampler: Sampler,
     ) -> Draft:
         """Chains and their runners-up, the likeliest nodes first, with acceptance probabilities."""
-        assert isinstance(self.stop, WhilePays)
-        learned, trees, records = self.stop.planner.model_drafts, [], []
+        trees, records = [], []
         for row, length, chain in zip(rows, lengths, chains, strict=True):
             tokens, probs = list(chain.tokens), learned.acceptance_probs(row, chain.chances)
             record = record_of(length, chain)
@@ -361,9 +374,10 @@ def build(setup: Setup, argument: str) -> Drafter:
     if setup.session is None:
         raise UsageError("drafter='model' needs a draft model; give draft=... (command line: --draft)")
     if setup.bridged is not None:
-        return load(":".join(filter(None, ["cross_vocabulary", argument])), setup)
+        other: Drafter = load(":".join(filter(None, ["cross_vocabulary", argument])), setup)
+        return other
     stop = stop_for(setup, match and int(match[1]))
-    siblings = setup.siblings if setup.fixed_tree or isinstance(stop, WhilePays) else 0
+    siblings = setup.siblings if setup.fixed_tree or (stop is not None and stop.learned is not None) else 0
     return ModelDrafter(
         setup.session, setup.vocab_size, setup.coupled, stop, siblings, setup.depth, setup.steps, setup.extender
     )

@@ -19,11 +19,8 @@ from slipstream.models.backend_capabilities import ParallelDrafts
 MOST = 8  # tokens that a model's forward scores; a longer draft takes another forward, after its own first tokens
 
 
-class ParallelScorer:
-    """A `DraftScorer` that scores a whole draft at once.
-
-    num_tokens: how many tokens the next draft asks for. longest: the most tokens of a draft.
-    """
+class ParallelScorer(DraftScorer):
+    """Scores a whole draft at once."""
 
     def __init__(
         self,
@@ -32,10 +29,13 @@ class ParallelScorer:
         blocks: ParallelDrafts | None = None,
         longest: int = MAX_DRAFT_TOKENS,
     ) -> None:
-        """blocks: the session's backend if it is a head that drafts blocks; None for a model or any other head."""
+        """longest: the most tokens of a draft.
+
+        blocks: the session's backend if it is a head that drafts blocks; None for a model or any other head.
+        """
         self.session, self.mask_token, self.blocks = session, mask_token, blocks
         self.longest = longest if blocks is None else blocks.block_size - blocks.first_place
-        self.num_tokens = MOST
+        self._num_tokens = MOST  # of the draft under way
         # the logits of the last forward, and which token of the draft they begin with
         self._first, self._logits = 0, torch.empty(0, 0, 0)
 
@@ -43,12 +43,16 @@ class ParallelScorer:
     def backend(self) -> Backend:
         return self.session.backend
 
+    def begin(self, width: int) -> int:
+        self._num_tokens = min(width, self.longest)
+        return self._num_tokens
+
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """The logits after the draft's last token, one position: `keep` is 1."""
         drafted = draft.shape[1]
         if not drafted or drafted >= self._first + self._logits.shape[1]:
             blocks = self.blocks
-            masks = max(0, min(MOST, self.num_tokens - drafted) - 1) if blocks is None else blocks.block_size - 1
+            masks = max(0, min(MOST, self._num_tokens - drafted) - 1) if blocks is None else blocks.block_size - 1
             scored = masks + 1 if blocks is None else self.longest
             inputs = torch.cat([draft, draft.new_full((len(rows), masks), self.mask_token)], 1)
             longer = [length + masks for length in lengths]
@@ -59,11 +63,7 @@ class ParallelScorer:
         return logits if self.blocks is None else self.blocks.chained(logits, [row.tokens[-1] for row in rows], draft)
 
     def acceptance(self, rows: Sequence[Row], draft: Tensor) -> Tensor | None:
-        """[B] how likely the token after this draft, scored last, is to be accepted; None if that is not estimated."""
         return None if self.blocks is None else self.blocks.acceptance([row.tokens[-1] for row in rows], draft)
-
-    def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
-        return None  # a draft is one forward already
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         self.session.keep_drafts([min(length, self._first) for length in lengths])

@@ -42,7 +42,7 @@ class _Vocabulary:
         return len(self.strays) == STRAYS and self.strays[0] >= length - WINDOW
 
 
-class RestrictedScorer:
+class RestrictedScorer(DraftScorer):
     """A draft model that scores the frequent tokens and those of each row's own text."""
 
     def __init__(self, session: DraftScorer, head: RestrictedHead) -> None:
@@ -67,9 +67,6 @@ class RestrictedScorer:
         with self.head.only(self._join_rows(vocabularies)):
             logits = self.session.score(rows, draft, lengths, keep)
         return self._spread(logits, vocabularies)
-
-    def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
-        return None  # every step is scored on its own
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         self.session.keep_drafts(lengths)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend
+from slipstream.core.interfaces import Backend, DraftScorer
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 
@@ -35,7 +35,7 @@ def num_tokens_skipped(prompt_length: int, limit: int) -> int:
     return -(-max(0, prompt_length - limit) // step) * step
 
 
-class WindowedSession:
+class WindowedSession(DraftScorer):
     """A `Session` that reads at most `limit` tokens of a prompt, and no more than the model's context holds."""
 
     def __init__(self, session: Session, limit: int | None = None) -> None:

@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import islice
 from math import exp
@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, finalize
 
 from slipstream.checks import check_whole
 from slipstream.core.interfaces import Sampler
+from slipstream.core.rounds import PREDICTION, RETRIEVAL
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters import Setup
@@ -42,11 +43,19 @@ AGREED = len(BY_AGREEMENT)
 RUNNER_UP = 0.11  # the share of 1,712 runners-up that came true in 80 answers of a 135M and a 0.5B chat model
 OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 SHORTEST = 1  # tokens a match must have
+SHORTEST_PREDICTED = 2  # the same in a prediction, which may be wrong as a whole
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
+UNLIKELY_WITHOUT_COSTS = 0.2  # the same for drafts that a draft model may replace, where costs do not cut them
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
 TRAITS = Traits(
-    samples=False, needs_forwards=False, branches=True, default_length=7, preference=1, in_other_engines=True
+    samples=False,
+    needs_forwards=False,
+    branches=True,
+    default_length=7,
+    preference=1,
+    in_other_engines=True,
+    reads_predictions=True,
 )
 Place = tuple[Match, int]  # where a text stands, and how often that is taken to occur
 
@@ -73,13 +82,14 @@ def likely_chain(
     length: int,
     *,
     prob: float = 1.0,
+    least: float = UNLIKELY,
 ) -> list[Node]:
-    """Up to `length` tokens of a walk, none less likely than UNLIKELY. prob: that the tokens before are accepted."""
+    """Up to `length` tokens of a walk, none less likely than `least`. prob: that the tokens before are accepted."""
     nodes, chance = list[Node](), acceptance_model.chances(row)
     for step in islice(steps, length):
         kind = kind_of(step)
         prob *= chance(kind)
-        if prob < UNLIKELY:
+        if prob < least:
             break
         nodes.append(Node(len(nodes) - 1, step.token, kind, prob))
     return nodes
@@ -104,6 +114,7 @@ class Source(NamedTuple):
     automaton: SuffixAutomaton
     match: Match
     occurrences: int
+    name: str = RETRIEVAL
 
 
 @dataclass(frozen=True)
@@ -122,39 +133,49 @@ class EndedOutput:
 class RowText:
     """A row's text as far as it was read: its automaton, and what its end matches in the automata of the store."""
 
-    def __init__(self, row: Row, ended: deque[EndedOutput]) -> None:
+    def __init__(self, row: Row, ended: deque[EndedOutput], *, reads: bool = True) -> None:
+        """reads: whether the text itself is looked up too, not its prediction alone."""
         output = EndedOutput(row.tokens, row.prompt_length, row.group)
         self.leave = finalize(row, ended.append, output)  # called when the row has finished, or is dropped
         self.leave.atexit = False
         self.own = SuffixAutomaton()
-        self._prompt_length = row.prompt_length
+        self.predicted: SuffixAutomaton | None = None
+        if row.prediction:  # after the end of the prompt, so that its first words are found
+            self.predicted = SuffixAutomaton()
+            opening = row.tokens[max(0, row.prompt_length - OPENING) : row.prompt_length]
+            self.predicted.learn([*opening, *row.prediction], newest=False)
+        self._prompt_length, self._reads = row.prompt_length, reads
         self._read = 0
         self._matches: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size that the automaton had
         self.guess = Guess(0, [])
 
     def read(self, tokens: Sequence[int], stored: Sequence[SuffixAutomaton]) -> None:
-        """Read the tokens that came since the last call."""
+        """Read the tokens that came since the last call. stored: the automata of the store."""
+        others = stored if self.predicted is None else [self.predicted, *stored]
         new = tokens[self._read :]
         prompt = max(0, self._prompt_length - self._read)
         self._read = len(tokens)
-        # in the prompt the first continuation leads, as texts are copied from their beginning on
-        self.own.learn(new[:prompt], newest=False)
-        self.own.learn(new[prompt:])  # in the output the latest, which may well come again
+        if self._reads:
+            # in the prompt the first continuation leads, as texts are copied from their beginning on
+            self.own.learn(new[:prompt], newest=False)
+            self.own.learn(new[prompt:])  # in the output the latest, which may well come again
         before, self._matches = self._matches, {}
-        for automaton in stored:
+        for automaton in others:
             size, match = before.get(automaton, (-1, NOTHING))
             extend = size == automaton.num_tokens and len(new) < LIMIT
             match = automaton.find(new, match) if extend else automaton.find(tokens[-LIMIT:])
             self._matches[automaton] = automaton.num_tokens, match
 
     def source(self) -> Source:
-        """The longest match that something has followed; on a tie the row's own, then the one in newer outputs."""
+        """The longest match that something has followed; on a tie the prediction's, the row's own, a newer output's."""
         match = self.own.followed(self.own.end)
         best = Source(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
         for automaton, (_, end) in self._matches.items():
-            match = automaton.followed(end)
-            if match.length > best.match.length:
-                best = Source(automaton, match, automaton.count(match) + 1)
+            match, is_prediction = automaton.followed(end), automaton is self.predicted
+            if is_prediction and match.length < SHORTEST_PREDICTED:
+                continue
+            if match.length + is_prediction > best.match.length:
+                best = Source(automaton, match, automaton.count(match) + 1, PREDICTION if is_prediction else RETRIEVAL)
         return best
 
 
@@ -162,17 +183,19 @@ class RowText:
 class SuffixDrafter:
     """Continues the longest suffix of a row's text, up to 32 tokens, that was followed by something before.
 
-    It is looked up in the row's prompt and output, and in past outputs of the same drafter; suffixes of fewer than
-    `shortest` tokens do not count. A draft follows the most frequent continuation (of equally frequent ones the latest
-    in the output, then the first in the prompt) and ends where its estimated probability falls below `threshold`.
-    Drafts are one-hot.
+    It is looked up in the row's prediction, prompt and output, and in past outputs of the same drafter; suffixes of
+    fewer than `shortest` tokens do not count. A draft follows the most frequent continuation (of equally frequent ones
+    the latest in the output, then the first in the prompt) and ends where its estimated probability falls below
+    `threshold`. Drafts are one-hot.
     outputs: how many tokens of past outputs are kept for each group of rows, with the last 16 tokens of their prompts;
     0 for none.
     tokenizer: a name that saved outputs carry. path: the file that `save` writes by default.
     acceptance_model: replaces the threshold; drafts are then as long as they can be and have acceptance probabilities,
     learned from earlier tokens of their kinds. Every draft is compared with what the text became, verified or not.
-    branches: how many alternatives stand beside each token of the chain, in trees that the user asked for; needs an
+    least: with an acceptance model, a chain ends where its probability is estimated lower.
+    branches: how many alternatives stand next to each token of the chain, in trees that the user asked for; needs an
     acceptance model.
+    only_predictions: look up nothing but the predictions of requests.
 
     An output is stored by the first call after its row has finished or was dropped. Drafts depend on stored outputs;
     the distribution of the text never does. Memory: about 150 bytes per token of unfinished rows and of saved outputs
@@ -186,7 +209,9 @@ class SuffixDrafter:
     tokenizer: str = ""
     path: Path | None = None
     acceptance_model: AcceptanceModel | None = None
+    least: float = UNLIKELY
     branches: int = 0
+    only_predictions: bool = False
     _texts: WeakKeyDictionary[Row, RowText] = field(default_factory=WeakKeyDictionary, repr=False)
     _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
 
@@ -204,7 +229,11 @@ class SuffixDrafter:
             self._keep_outputs()  # some may have ended: looking through all of them takes a while
         branches = self.branches if sampler.branching else 0
         drafts = [self._draft(row, n, branches) for row, n in zip(rows, lengths, strict=True)]
-        return draft_of(drafts, lengths, sampler.device, has_probs=self.acceptance_model is not None)
+        draft = draft_of(
+            [nodes for nodes, _ in drafts], lengths, sampler.device, has_probs=self.acceptance_model is not None
+        )
+        records = zip(draft.records, drafts, strict=True)
+        return replace(draft, rows=tuple(replace(record, source=source) for record, (_, source) in records))
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
@@ -250,33 +279,34 @@ class SuffixDrafter:
         self._keep_outputs()
         return self._store.num_tokens
 
-    def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
+    def _draft(self, row: Row, length: int, branches: int) -> tuple[list[Node], str]:
+        """A row's draft and the name of its source."""
         text = self._texts.get(row)
         if text is None:
-            text = self._texts[row] = RowText(row, self._ended)
-        if not length:
-            return []
+            text = self._texts[row] = RowText(row, self._ended, reads=not self.only_predictions)
+        if not length or (self.only_predictions and not row.prediction):
+            return [], ""
         text.read(row.tokens, self._stores.of(row.group).automata)
         source = text.source()
         if self.acceptance_model is None:
             if source.match.length < self.shortest:
-                return []
+                return [], source.name
             tokens = source.automaton.follow(source.match, source.occurrences, length, self.threshold)
-            return [Node(index - 1, token, 0, 1.0) for index, token in enumerate(tokens)]
+            return [Node(index - 1, token, 0, 1.0) for index, token in enumerate(tokens)], source.name
         learn(self.acceptance_model, row, *text.guess)
         nodes = list[Node]()
         if source.match.length >= self.shortest:
             nodes = self._likely(self.acceptance_model, row, source, length, branches)
         text.guess = Guess(len(row.tokens), nodes)
-        return nodes
+        return nodes, source.name
 
     def _likely(
         self, acceptance_model: AcceptanceModel, row: Row, source: Source, length: int, branches: int
     ) -> list[Node]:
-        automaton, match, occurrences = source
-        occurrences -= 1  # the match also ends the text itself, where nothing has followed it yet
+        automaton, match = source.automaton, source.match
+        occurrences = source.occurrences - 1  # the match also ends the text itself, where nothing has followed it yet
         if not branches:
-            return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length)
+            return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length, least=self.least)
         kinds = len(BY_LENGTH) * AGREED
         likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, kinds, ranks=2)
         return grown(
@@ -293,6 +323,13 @@ class SuffixDrafter:
         while self._ended:
             ended = self._ended.popleft()
             self._stores.of(ended.group).add(ended.saved())
+
+
+def predictions(vocab_size: int, *, costs_decide: bool) -> SuffixDrafter:
+    """Drafts the rest of a request's prediction, for decoders whose own drafter does not read it."""
+    least = UNLIKELY if costs_decide else UNLIKELY_WITHOUT_COSTS
+    model = AcceptanceModel(prior(), shared=False)
+    return SuffixDrafter(vocab_size, outputs=0, acceptance_model=model, least=least, only_predictions=True)
 
 
 def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter:
@@ -321,6 +358,7 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
         OUTPUTS if outputs is None else int(outputs),
         path=path,
         acceptance_model=AcceptanceModel(kinds, shared=False) if uses_model else None,
+        least=UNLIKELY_WITHOUT_COSTS if uses_model and setup.planner is None and not setup.fixed_tree else UNLIKELY,
         branches=setup.siblings if setup.fixed_tree else 0,  # alternatives to a match save less than finding them costs
     )
     if path is not None:

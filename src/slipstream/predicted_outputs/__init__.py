@@ -1,1 +1,0 @@
-"""Predicted outputs: the caller's guess of the output is drafted before any drafter is asked."""
