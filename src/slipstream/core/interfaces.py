@@ -150,7 +150,7 @@ class Policy(Protocol):
         """Learn from the newest round of each row (`row.rounds[-1]`); called once after every round."""
 
     def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
-        """How many tokens to ask a source for, per row, at most room[i]; 0 keeps the row's `draft`.
+        """Number of tokens to ask a source for, per row, at most room[i]; 0 keeps the row's `draft`.
 
         draft: what the sources before this one propose.
         """
@@ -159,11 +159,11 @@ class Policy(Protocol):
         """The draft, cut where verifying more is not expected to pay."""
 
     def expects_drafts(self, row: Row) -> bool:
-        """Whether a draft model is expected to draft for a row, so that it is worth reading its prompt ahead."""
+        """True if a draft model is expected to draft for a row, so that reading its prompt ahead pays."""
 
 
 class Grammar(Protocol):
-    """What constraints say about drafts; see `slipstream.constraints`."""
+    """The part of constraints that drafts need; see `slipstream.constraints`."""
 
     def forced(self, rows: Sequence[Row]) -> list[list[int]]:
         """Per row, the tokens that come next because no other is legal."""
@@ -251,7 +251,7 @@ class AttendedLengths(Protocol):
     attended_lengths: tuple[int, ...]
 
     def attended_length_agrees(self, widths: Sequence[int], length: int, full_length: int) -> bool:
-        """Whether forwards of these widths, and of prompts, give the same bits whichever length attention reads."""
+        """True if forwards of these widths, and of prompts, give the same bits whichever length attention reads."""
 
 
 @runtime_checkable
