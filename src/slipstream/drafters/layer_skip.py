@@ -107,7 +107,7 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
 
 
 def num_layers(backend: Backend) -> int:
-    """How many layers there are to choose from; for the toy, how many lengths of context it mixes."""
+    """Number of layers to choose from; for the toy, of the lengths of context that it mixes."""
     return _layered(backend).num_layers
 
 

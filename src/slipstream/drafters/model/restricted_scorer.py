@@ -38,7 +38,7 @@ class _Vocabulary:
     strays: deque[int] = field(default_factory=lambda: deque(maxlen=STRAYS))
 
     def needs_all_tokens(self, length: int) -> bool:
-        """Whether the last tokens of a text of this length were outside the vocabulary too often to restrict it."""
+        """True if the last tokens of a row of this length were outside the vocabulary too often to restrict it."""
         return len(self.strays) == STRAYS and self.strays[0] >= length - WINDOW
 
 

@@ -30,7 +30,7 @@ class PartialRow(Row):
 
 
 def num_tokens_skipped(prompt_length: int, limit: int) -> int:
-    """How many tokens of a prompt are skipped so that at most `limit` are read; a function of its length alone."""
+    """Number of tokens of a prompt to skip so that at most `limit` are read; a function of its length alone."""
     step = max(1, limit // 4)  # coarse, so that a chat's next turn finds most of its text cached
     return -(-max(0, prompt_length - limit) // step) * step
 
