@@ -56,11 +56,11 @@ def awaited_together(rows: Sequence[Row]) -> Iterator[None]:
 
 
 class Worth(NamedTuple):
-    """Value of committing one more token to a row, relative to an average row: base + if_last * exp(-ahead / spread)."""
+    """Value of one more token of a row, relative to an average row: base + if_last * exp(-ahead / spread)."""
 
     base: float = 1.0  # in any case
     if_last: float = 0.0  # in addition, if the row is the last to end
-    # tokens; the chance of ending last falls by a factor of e for each `spread` that a token puts its row ahead of others
+    # tokens; the chance of ending last falls by a factor of e for each `spread` that a token puts its row ahead
     spread: float = 1.0
 
     def of(self, ahead: float) -> float:
