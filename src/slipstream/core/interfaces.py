@@ -112,8 +112,7 @@ class Learner(Protocol):
 class DraftScorer(Protocol):
     """A draft model and its KV cache: the part of `Session` that drafters use."""
 
-    @property
-    def backend(self) -> Backend: ...
+    backend: Backend
 
     def begin(self, width: int) -> int:
         """Prepare for a draft of `width` tokens; returns the most tokens that it may have."""

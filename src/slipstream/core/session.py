@@ -31,13 +31,9 @@ class Session(DraftScorer):
     """
 
     def __init__(self, backend: Backend, shapes: Shapes = EXACT_FIT, layout: BatchLayout | None = None) -> None:
-        self.table = SlotTable(backend, shapes)
+        self.backend, self.table = backend, SlotTable(backend, shapes)
         self.layout = Rectangle() if layout is None else layout
         self._trees = backend if isinstance(backend, TreeForwards) else None
-
-    @property
-    def backend(self) -> Backend:
-        return self.table.backend
 
     @property
     def shapes(self) -> Shapes:

@@ -39,11 +39,8 @@ class SharedCacheSession(DraftScorer):
     def __init__(self, target: Session, layers: Sequence[int]) -> None:
         """layers: numbers from 0 on, rising."""
         self._target, self._layers = target, Session(layer_subset(target.backend, layers))
+        self.backend = self._layers.backend
         self._layers.table.audit = target.table.audit  # one cache, one audit
-
-    @property
-    def backend(self) -> Backend:
-        return self._layers.backend
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         if not draft.shape[1]:
