@@ -13,7 +13,7 @@ import torch
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import Policy, Source
-from slipstream.core.rounds import MODEL, RETRIEVAL, FinishReason, Round, RowDraft, Seconds
+from slipstream.core.rounds import MODEL, RETRIEVAL, FinishReason, RowDraft, Seconds
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import FIRST_YIELD, ModelDrafts, bin_of
 from slipstream.draft_length.costs import CostModel
@@ -31,11 +31,12 @@ from slipstream.draft_length.planner import (
     worth_of_tokens,
 )
 from slipstream.draft_length.policies import Heuristic
+from tests.support.rounds import add_round
 
 CPU = torch.device("cpu")
-step_numbers = itertools.count()
 ALONE = {1: 16.0, 8: 16.0, 32: 40.0}  # milliseconds
 TOGETHER = {8: 16.0, 32: 40.0}
+SEARCHING = Seconds(draft=0.05, verify=1.0, total=1.05)
 
 
 def row(index: int = 0, **options: int) -> Row:
@@ -60,26 +61,6 @@ def draft(*acceptance_probs: Sequence[float] | None, lengths: Sequence[int] = ()
     return replace(batch_draft, rows=rows)
 
 
-def add_round(running: Row, drafted: int, kept: int, steps: int = 0, source: str = "", seconds: float = 0.0) -> None:
-    running.rounds.append(
-        Round(
-            running.index,
-            next(step_numbers),
-            1,
-            len(running.tokens),
-            (3,) * drafted,
-            (3,) * (kept + 1),
-            kept,
-            kept < drafted,
-            None,
-            Seconds(draft=seconds, verify=1.0, total=1.0 + seconds),
-            steps,
-            RowDraft(source),
-        )
-    )
-    running.tokens.extend(running.rounds[-1].tokens)
-
-
 def verified_length(planner: Planner, running: Row, proposed: Draft, *, right: bool) -> int:
     """A round of one row: how many draft tokens are verified, all of which are accepted or all rejected."""
     length = planner.worth_verifying([running], proposed).lengths[0]
@@ -98,7 +79,7 @@ def lengths_of(policy: Policy, rows: Sequence[Row]) -> list[int]:
 def asked_in_vain(planner: Planner, running: Row) -> int:
     """A round of one row whose draft model drafts at most two tokens, all wrong: how many it was asked for."""
     asked = lengths_of(planner, [running])[0]
-    add_round(running, min(asked, 2), 0, min(asked, 2), MODEL if asked else "")
+    add_round(running, min(asked, 2), num_draft_steps=min(asked, 2), origin=RowDraft(MODEL if asked else ""))
     planner.observe([running])
     return asked
 
@@ -210,10 +191,7 @@ def test_the_yield_of_a_draft_model_is_learned_per_row_and_for_all_rows() -> Non
     learned, running = ModelDrafts(8), row()
     assert learned.of(running) == FIRST_YIELD
     for _ in range(40):
-        add_round(running, 6, 5, source=MODEL)
-        running.rounds[-1] = replace(
-            running.rounds[-1], origin=RowDraft(MODEL, None, (10,) * 4)
-        )  # two of the six came from another drafter
+        add_round(running, 6, 5, origin=RowDraft(MODEL, None, (10,) * 4))  # two of the six came from another drafter
         learned.learn(running)
     assert learned.of(running).accepted == pytest.approx(4, abs=0.1) == learned.of(running).drafted
     assert FIRST_YIELD.accepted < learned.of(row(1)).accepted < 4
@@ -247,19 +225,14 @@ def test_retrieval_that_saves_less_than_it_takes_is_skipped() -> None:
     for number in range(500):
         searched.append(lengths_of(planner, [running])[0] > 0)
         accepted = 4 * (number >= 250)
-        add_round(
-            running,
-            accepted * searched[-1],
-            accepted * searched[-1],
-            source=RETRIEVAL if searched[-1] else "",
-            seconds=0.05,
-        )
+        drafted = accepted * searched[-1]
+        add_round(running, drafted, drafted, origin=RowDraft(RETRIEVAL if searched[-1] else ""), seconds=SEARCHING)
         planner.observe([running])
     assert all(searched[:20]) and sum(searched[150:250]) < 24 and all(searched[400:])
     cheap, other_row = planner_of(has_model=False), row()
     for _ in range(100):
         assert lengths_of(cheap, [other_row])[0]
-        add_round(other_row, 1, 1, source=RETRIEVAL, seconds=0.05)
+        add_round(other_row, 1, 1, origin=RowDraft(RETRIEVAL), seconds=SEARCHING)
         cheap.observe([other_row])
 
 
@@ -338,7 +311,7 @@ def test_reading_that_does_not_seem_to_pay_is_tried_now_and_then() -> None:
         running = row(number)
         asked = lengths_of(planner, [running])[0]
         read.append(asked > 0)
-        add_round(running, min(asked, 2), 0, min(asked, 2), MODEL if asked else "")
+        add_round(running, min(asked, 2), num_draft_steps=min(asked, 2), origin=RowDraft(MODEL if asked else ""))
         running.finish_reason = "stop"
         planner.observe([running])
     assert [number for number, is_read in enumerate(read) if is_read] == [3, 11, 27]
@@ -474,7 +447,7 @@ def row_of(max_tokens: int = 1000) -> Row:
 
 def add_text(lengths: TextLengths, row: Row, tokens: int, reason: FinishReason | None = None) -> None:
     for tokens_left in range(tokens, 0, -1):
-        row.rounds.append(Round(0, len(row.rounds), 1, 1, (), (5,), 0, False))
+        add_round(row)
         row.finish_reason = reason if tokens_left == 1 else None
         lengths.learn([row])
 
