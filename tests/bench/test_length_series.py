@@ -1,8 +1,5 @@
 """Arms of one drafter at several draft lengths: what they are compared with, and the best length."""
 
-import re
-from typing import Any
-
 import pytest
 
 from slipstream.bench.length_series import best_length, best_lengths, references, series_of, summarise_by_temperature
@@ -38,19 +35,19 @@ def test_the_best_length_is_named_with_its_speed_up() -> None:
     assert best_lengths(summarise_by_temperature(one_length, "none~0")) == []  # nothing to choose from
 
 
-@pytest.mark.parametrize(
-    ("plain", "two", "four", "advice"),
-    [
-        (FAST, SLOW, FAST, "do not speculate"),
-        (SLOW, EVEN, SLOW, r"draft 2.*the measurement cannot distinguish it from plain decoding$"),
-    ],
-)
-def test_a_gain_that_is_none_or_within_the_interval_is_named_as_such(
-    plain: Any, two: Any, four: Any, advice: str
-) -> None:
-    runs = [*timed("none~0", plain, drafted=0), *timed("ngram@2~0", two), *timed("ngram@4~0", four)]
+def test_if_no_drafter_pays_the_advice_is_not_to_speculate() -> None:
+    runs = [*timed("none~0", FAST, drafted=0), *timed("ngram@2~0", SLOW), *timed("ngram@4~0", FAST)]
     (series,) = series_of(summarise_by_temperature(runs, "none~0"))
-    assert re.search(advice, best_length(series) or "")
+    best = best_length(series)
+    assert best is not None and "do not speculate" in best
+
+
+def test_a_gain_within_the_interval_is_called_uncertain() -> None:
+    runs = [*timed("none~0", SLOW, drafted=0), *timed("ngram@2~0", EVEN)]
+    (series,) = series_of(summarise_by_temperature(runs, "none~0"))
+    best = best_length(series)
+    assert best is not None and "draft 2" in best
+    assert best.endswith("the measurement cannot distinguish it from plain decoding")
 
 
 def test_there_is_no_advice_without_plain_decoding() -> None:
