@@ -46,19 +46,14 @@ def test_every_drafter_runs_with_the_lengths_it_supports(run: Run, tmp_path: Pat
     assert all(line["acceptance_rate"] is not None for line in lines if line["drafter"] == "model")
 
 
-def test_an_invalid_length_is_one_line(run: Run) -> None:
-    code, out, err = run("--drafters", "model", "--lengths", "wide")
-    assert code and "Traceback" not in out + err
-    assert "num_draft_tokens='wide'" in out
-
-
-def test_an_unknown_drafter_is_one_line(run: Run) -> None:
-    code, out, err = run("--drafters", "medium")
-    assert code and "Traceback" not in out + err
-    assert "drafter='medium'" in out
-
-
-def test_settings_that_leave_nothing_to_compare_are_refused(run: Run) -> None:
-    code, out, err = run("--drafters", "ngram", "--lengths", "2x2")
-    assert code and "Traceback" not in out + err
-    assert "--drafters ngram with --lengths 2x2 is nothing to compare" in out
+@pytest.mark.parametrize(
+    ("drafters", "lengths", "message"),
+    [
+        ("model", "wide", "num_draft_tokens='wide'"),
+        ("medium", "3", "drafter='medium'"),
+        ("ngram", "2x2", "--drafters ngram with --lengths 2x2 is nothing to compare"),
+    ],
+)
+def test_invalid_settings_are_refused_in_one_line(run: Run, drafters: str, lengths: str, message: str) -> None:
+    code, out, err = run("--drafters", drafters, "--lengths", lengths)
+    assert code and "Traceback" not in out + err and message in out

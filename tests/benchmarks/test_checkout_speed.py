@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import checkout_speed
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -17,17 +17,7 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "checkout_speed.py"
 
 
-@pytest.fixture(scope="module")
-def checkout_speed() -> Any:
-    spec = importlib.util.spec_from_file_location("checkout_speed", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["checkout_speed"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_measurements_are_compared_by_arm_prompt_batch_and_repeat(checkout_speed: Any) -> None:
+def test_measurements_are_compared_by_arm_prompt_batch_and_repeat() -> None:
     def runs(*seconds: float) -> dict[Any, Any]:
         keys = [("none", "one", 1, 0), ("auto", "one", 1, 0), ("none", "two", 1, 0)]
         return {key: checkout_speed.Measured(taken, [[1]]) for key, taken in zip(keys, seconds, strict=False)}
@@ -38,9 +28,7 @@ def test_measurements_are_compared_by_arm_prompt_batch_and_repeat(checkout_speed
 
 
 @pytest.mark.parametrize(("least", "code"), [(0.4, 0), (0.6, 1)])
-def test_an_arm_that_became_too_slow_is_an_error(
-    checkout_speed: Any, monkeypatch: pytest.MonkeyPatch, least: float, code: int
-) -> None:
+def test_an_arm_that_became_too_slow_is_an_error(monkeypatch: pytest.MonkeyPatch, least: float, code: int) -> None:
     seconds = iter((1.0, 2.0))
     runs = lambda *arguments: {("none", "one", 1, 0): checkout_speed.Measured(next(seconds), [[1]])}  # noqa: E731
     monkeypatch.setattr(checkout_speed, "bench", runs)

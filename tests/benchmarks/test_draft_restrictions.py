@@ -49,11 +49,6 @@ def test_a_draft_vocabulary_changes_no_text(folders: list[str], run: Run) -> Non
         assert arm["interleaved_step_ms"] > 0 < arm["acceptance"] <= 1 and 0 <= arm["reading"] < 1
 
 
-def test_a_draft_vocabulary_that_restricts_nothing_is_refused(folders: list[str], run: Run) -> None:
-    code, out = run(draft_restrictions.main, folders)
-    assert code == 2 and "leaves this draft model's whole" in out
-
-
 def test_a_draft_context_changes_no_text(folders: list[str], run: Run) -> None:
     code, out = run(draft_restrictions.main, [*folders, "--context", "128"])
     report = json.loads(out.splitlines()[-1])
@@ -61,6 +56,8 @@ def test_a_draft_context_changes_no_text(folders: list[str], run: Run) -> None:
     assert report["full"]["relative_time"] == 1 and 0 < report["128"]["acceptance"] < report["full"]["acceptance"]
 
 
-def test_a_missing_draft_model_is_refused(folders: list[str], run: Run) -> None:
+def test_a_vocabulary_that_restricts_nothing_and_a_missing_model_are_refused(folders: list[str], run: Run) -> None:
+    code, out = run(draft_restrictions.main, folders)
+    assert code == 2 and "leaves this draft model's whole" in out
     code, out = run(draft_restrictions.main, [folders[0], "none.gguf", *folders[2:], "--context", "128"])
     assert code == 2 and "none.gguf" in out

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
+import fit_match_kinds as fitting
 import pytest
+from recorded_texts import Recorded
 
 pytestmark = pytest.mark.slow
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
-
 
 def test_the_fit_recovers_the_constants_that_generated_the_data() -> None:
-    import fit_match_kinds as fitting
-
     chances, draws = fitting.prior(), random.Random(0)
     seen = [(kind, draws.random() < chance) for kind, chance in enumerate(chances) for _ in range(4000)]
     fitted = fitting.fit([seen])
@@ -31,17 +20,11 @@ def test_the_fit_recovers_the_constants_that_generated_the_data() -> None:
 
 
 def test_drafts_of_a_text_that_repeats_its_prompt_are_accepted() -> None:
-    import fit_match_kinds as fitting
-    from recorded_texts import Recorded
-
     seen = fitting.observe(Recorded("text", [*range(20)], [*range(20)]), 20, 4)
     assert len(seen) >= 15 and all(came for _, came in seen)
     assert fitting.log_loss(fitting.prior(), [seen]) < 0.4
 
 
 def test_runners_up_are_observed_where_the_first_choice_was_wrong() -> None:
-    import fit_match_kinds as fitting
-    from recorded_texts import Recorded
-
     text = Recorded("text", [1, 2, 1, 2, 1, 3, 4], [1, 2, 5, 1, 3])  # after 1: 2 each time, then 3
     assert [came for _, came in fitting.observe_beside(text)] == [True]

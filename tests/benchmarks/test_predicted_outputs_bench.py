@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
+import predicted_outputs as bench
 import pytest
 
 pytestmark = pytest.mark.slow
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "predicted_outputs.py"
 OPTIONS = {"arms": "none,suffix,suffix.predicted", "max_tokens": 12, "temperature": 0.0, "repeats": 2}
 
 
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    sys.path.insert(0, str(FILE.parent))
-    spec = importlib.util.spec_from_file_location("predicted_outputs_bench", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(FILE.parent))
-
-
-def test_results_are_printed_by_category_and_in_total(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_printed_by_category_and_in_total(capsys: pytest.CaptureFixture[str]) -> None:
     bench.main("toy", ["right prediction", "changed request"], **OPTIONS)
     out = capsys.readouterr().out
     heads = [line for line in out.splitlines() if "identical" in line]
@@ -43,7 +28,7 @@ def test_results_are_printed_by_category_and_in_total(bench: Any, capsys: pytest
 
 
 def test_a_different_text_is_counted_and_is_exit_code_1(
-    bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = bench._answer
 
@@ -57,7 +42,7 @@ def test_a_different_text_is_counted_and_is_exit_code_1(
     assert stopped.value.code == 1 and "right prediction: 0/10 texts identical" in capsys.readouterr().out
 
 
-def test_an_unknown_category_and_a_duplicate_arm_are_refused(bench: Any) -> None:
+def test_an_unknown_category_and_a_duplicate_arm_are_refused() -> None:
     with pytest.raises(bench.UsageError, match="category 'left'; allowed: 'right prediction', "):
         bench.main("toy", ["left"], **OPTIONS)
     with pytest.raises(bench.UsageError, match="--arms names 'none' twice; allowed: each arm once"):

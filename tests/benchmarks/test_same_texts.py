@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import same_texts
 import typer
 
 pytestmark = pytest.mark.slow
@@ -18,16 +17,6 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "same_texts.py"
 AUTO = '{"draft_dtype": "auto"}'  # the toy cannot be quantised
 TOY = ("--target", "toy", "--draft", "toy:1", "--options", AUTO, "--prompts", "2", "--max-tokens", "12")
-
-
-@pytest.fixture(scope="module")
-def same_texts() -> Any:
-    spec = importlib.util.spec_from_file_location("same_texts", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["same_texts"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -44,18 +33,18 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_the_first_difference_is_found_even_if_it_is_an_early_end(
-    same_texts: Any, after: list[list[int]], first: tuple[int, int] | None
+    after: list[list[int]], first: tuple[int, int] | None
 ) -> None:
     comparison = same_texts.compare([[1, 2, 3], [4, 5]], after)
     assert comparison == same_texts.Comparison(2 - (first is not None), int(first is not None), first)
 
 
-def test_missing_texts_are_an_error(same_texts: Any) -> None:
+def test_missing_texts_are_an_error() -> None:
     with pytest.raises(ValueError, match="2 texts before, 1 after"):
         same_texts.compare([[1], [2]], [[1]])
 
 
-def test_prompts_are_taken_from_all_categories_in_turn(same_texts: Any, tmp_path: Path) -> None:
+def test_prompts_are_taken_from_all_categories_in_turn(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = [{"category": name[0], "turns": [name, "more"]} for name in ("a1", "a2", "a3", "b1", "b2")]
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -88,7 +77,7 @@ def test_trees_constraints_and_predictions_are_compared(tmp_path: Path) -> None:
     assert len(texts) == 36 and all(48 <= token < 58 for text in texts for token in text[:8])
 
 
-def test_identical_texts_fail_only_the_self_check(same_texts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identical_texts_fail_only_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_texts, "texts_of", lambda checkout, job, keep: {"none at 0": [[1, 2, 3]]})
     for self_check in (False, True):
         with pytest.raises(SystemExit) as ended:
@@ -96,9 +85,7 @@ def test_identical_texts_fail_only_the_self_check(same_texts: Any, monkeypatch: 
         assert ended.value.code == self_check
 
 
-def test_a_folder_without_sources_is_an_error(
-    same_texts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_sources_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "src").mkdir()
     job = same_texts.Job("toy", None, {}, {}, 4, 12, 1, ["none"], [0.0], ["A heron"], [None])
     with pytest.raises(SystemExit, match="the worker failed with exit code 1"):

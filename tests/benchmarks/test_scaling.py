@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import scaling
 import typer
 from typer.testing import CliRunner
 
@@ -17,30 +16,18 @@ from tests.support.tiny_models import fresh, perturbed, shared
 
 pytestmark = pytest.mark.slow
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "scaling.py"
 
-
-@pytest.fixture(scope="module")
-def scaling() -> Any:
-    spec = importlib.util.spec_from_file_location("scaling", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scaling"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(scaling: Any, *arguments: str) -> Any:
+def run(*arguments: str) -> Any:
     app = typer.Typer()
     app.command()(scaling.main)
     return CliRunner().invoke(app, arguments)
 
 
-def test_every_batch_and_context_has_a_line_in_the_table_and_in_the_file(scaling: Any, tmp_path: Path) -> None:
+def test_every_batch_and_context_has_a_line_in_the_table_and_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "scaling.json"
     sampled = ["--temperature", "0.8", "--top-k", "50", "--top-p", "0.9"]
     sizes = ["--contexts", "16,64", "--batches", "1,3", "--rounds", "3", "--turns", "1"]
-    result = run(scaling, "toy", *sizes, *sampled, "--json", str(file))
+    result = run("toy", *sizes, *sampled, "--json", str(file))
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     assert [(line["batch"], line["context"]) for line in report["lines"]] == [(1, 16), (1, 64), (3, 16), (3, 64)]
@@ -52,7 +39,7 @@ def test_every_batch_and_context_has_a_line_in_the_table_and_in_the_file(scaling
     assert report["options"]["top_k"] == 50
 
 
-def test_attention_of_a_transformer_is_measured_and_grows_with_the_keys(scaling: Any) -> None:
+def test_attention_of_a_transformer_is_measured_and_grows_with_the_keys() -> None:
     decoder = SpeculativeDecoder(fresh("llama", max_position_embeddings=4096), perturbed("llama"), reproducible=False)
     lines = scaling.Scaling(decoder, rounds=4).measure([128, 3840], [1, 2], turns=1)
     assert [line.width for line in lines] == [5] * 4
@@ -62,13 +49,13 @@ def test_attention_of_a_transformer_is_measured_and_grows_with_the_keys(scaling:
     assert drafted[0].draft > 0 and drafted[0].width == 3
 
 
-def test_the_prompt_is_read_once_and_copied_to_every_row(scaling: Any) -> None:
+def test_the_prompt_is_read_once_and_copied_to_every_row() -> None:
     made = scaling.Scaling(SpeculativeDecoder(shared("llama"), reproducible=False), rounds=2)
     made.measure([100, 300], [1, 4], turns=2)
     assert made._target.prefill_tokens == 299
 
 
-def test_a_context_beyond_the_models_positions_is_refused_in_one_line(scaling: Any) -> None:
+def test_a_context_beyond_the_models_positions_is_refused_in_one_line() -> None:
     made = scaling.Scaling(SpeculativeDecoder(shared("llama"), reproducible=False), rounds=7)
     with pytest.raises(UsageError, match=r"contexts=1024; allowed: at most 974 \(the model's context is 1024"):
         made.measure([128, 1024], [1])
@@ -85,6 +72,6 @@ def test_a_context_beyond_the_models_positions_is_refused_in_one_line(scaling: A
         (["--num-draft-tokens", "65"], "num_draft_tokens=65"),
     ],
 )
-def test_wrong_use_exits_with_2(scaling: Any, arguments: list[str], message: str) -> None:
-    result = run(scaling, "toy", "--contexts", "16", "--batches", "1", *arguments)
+def test_wrong_use_exits_with_2(arguments: list[str], message: str) -> None:
+    result = run("toy", "--contexts", "16", "--batches", "1", *arguments)
     assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())

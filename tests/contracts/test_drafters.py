@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream import Draft, Drafter, SamplingParams, drafters
+from slipstream import Draft, Drafter, Round, SamplingParams, drafters
 from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Row
@@ -137,13 +137,7 @@ def test_rows_may_come_and_go_between_calls(name: str, coupled: bool, params: li
         for place, row in enumerate(seated):
             assert proposed(draft, place) == proposed(propose(single_row_drafters[seating[place]], [row], [3]), 0)
             row.tokens.append(TEXTS[0][step])  # as a round of plain decoding would
-            row.rounds.append(_plain_round(row))
-
-
-def _plain_round(row: Row):
-    from slipstream import Round
-
-    return Round(row.index, 0, 1, len(row.tokens) - 1, (), (row.tokens[-1],), 0, False)
+            row.rounds.append(Round(row.index, 0, 1, len(row.tokens) - 1, (), (row.tokens[-1],), 0, False))
 
 
 @subcases("name", drafters.names())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Race, Stream, key, uniform, words
+from slipstream.core.rng import Race, Stream, argmax, key, uniform, words
 
 CPU = torch.device("cpu")
 PROBS = torch.tensor([0.30, 0.02, 0.0, 0.18, 0.25, 0.0, 0.15, 0.10])
@@ -208,3 +208,27 @@ def test_noise_equals_a_plain_splitmix64() -> None:
         words = [splitmix((bits + golden * (v + 1)) % (1 << 64)) for v in range(20)]
         expected = [-np.log1p(-((word >> 11) + 0.5) * 2.0**-53) for word in words]
         assert Race(20, CPU).noise(bits).tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 5, 1000), (0, 7)])
+def test_argmax_is_the_first_of_the_largest_scores(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert torch.equal(argmax(scores), scores.argmax(-1)) and argmax(scores).dtype == torch.int64
+    coarse = (scores.float() * 2).round().to(dtype)  # many are equal
+    first = (coarse == coarse.amax(-1, keepdim=True)).to(torch.int8).argmax(-1)
+    assert torch.equal(argmax(coarse), first)
+
+
+def test_argmax_handles_infinities_nan_and_strided_tensors() -> None:
+    all_impossible = torch.full((2, 5), float("-inf"))
+    assert argmax(all_impossible).tolist() == [0, 0]
+    assert argmax(torch.tensor([1.0, float("nan"), float("inf")])).item() == 1
+    table = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    assert torch.equal(argmax(table[:, 1::2, :]), table[:, 1::2, :].argmax(-1))
+    assert torch.equal(argmax(table.transpose(1, 2)), table.transpose(1, 2).argmax(-1))
+
+
+def test_argmax_distinguishes_close_double_precision_scores() -> None:
+    assert argmax(torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)).item() == 1

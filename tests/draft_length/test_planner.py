@@ -1,25 +1,42 @@
 """Chooses whether and how far to draft: what does not pay is dropped, and tried again now and then."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from slipstream import Draft, SamplingParams
+from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import Policy, Source
-from slipstream.core.rounds import MODEL, RETRIEVAL, Round, RowDraft, Seconds
+from slipstream.core.rounds import MODEL, RETRIEVAL, FinishReason, RowDraft, Seconds
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import FIRST_YIELD, ModelDrafts, bin_of
 from slipstream.draft_length.costs import CostModel
-from slipstream.draft_length.planner import LATEST, SOONEST, STEPS, Pause, Planner, awaited_together
+from slipstream.draft_length.planner import (
+    LATEST,
+    PACED,
+    PRIOR_TOKENS,
+    SOONEST,
+    STEPS,
+    Pause,
+    Planner,
+    TextLengths,
+    Worth,
+    awaited_together,
+    worth_of_tokens,
+)
 from slipstream.draft_length.policies import Heuristic
+from tests.support.rounds import add_round
 
 CPU = torch.device("cpu")
-step_numbers = itertools.count()
 ALONE = {1: 16.0, 8: 16.0, 32: 40.0}  # milliseconds
 TOGETHER = {8: 16.0, 32: 40.0}
+SEARCHING = Seconds(draft=0.05, verify=1.0, total=1.05)
 
 
 def row(index: int = 0, **options: int) -> Row:
@@ -44,26 +61,6 @@ def draft(*acceptance_probs: Sequence[float] | None, lengths: Sequence[int] = ()
     return replace(batch_draft, rows=rows)
 
 
-def add_round(running: Row, drafted: int, kept: int, steps: int = 0, source: str = "", seconds: float = 0.0) -> None:
-    running.rounds.append(
-        Round(
-            running.index,
-            next(step_numbers),
-            1,
-            len(running.tokens),
-            (3,) * drafted,
-            (3,) * (kept + 1),
-            kept,
-            kept < drafted,
-            None,
-            Seconds(draft=seconds, verify=1.0, total=1.0 + seconds),
-            steps,
-            RowDraft(source),
-        )
-    )
-    running.tokens.extend(running.rounds[-1].tokens)
-
-
 def verified_length(planner: Planner, running: Row, proposed: Draft, *, right: bool) -> int:
     """A round of one row: how many draft tokens are verified, all of which are accepted or all rejected."""
     length = planner.worth_verifying([running], proposed).lengths[0]
@@ -82,7 +79,7 @@ def lengths_of(policy: Policy, rows: Sequence[Row]) -> list[int]:
 def asked_in_vain(planner: Planner, running: Row) -> int:
     """A round of one row whose draft model drafts at most two tokens, all wrong: how many it was asked for."""
     asked = lengths_of(planner, [running])[0]
-    add_round(running, min(asked, 2), 0, min(asked, 2), MODEL if asked else "")
+    add_round(running, min(asked, 2), num_draft_steps=min(asked, 2), origin=RowDraft(MODEL if asked else ""))
     planner.observe([running])
     return asked
 
@@ -194,10 +191,7 @@ def test_the_yield_of_a_draft_model_is_learned_per_row_and_for_all_rows() -> Non
     learned, running = ModelDrafts(8), row()
     assert learned.of(running) == FIRST_YIELD
     for _ in range(40):
-        add_round(running, 6, 5, source=MODEL)
-        running.rounds[-1] = replace(
-            running.rounds[-1], origin=RowDraft(MODEL, None, (10,) * 4)
-        )  # two of the six came from another drafter
+        add_round(running, 6, 5, origin=RowDraft(MODEL, None, (10,) * 4))  # two of the six came from another drafter
         learned.learn(running)
     assert learned.of(running).accepted == pytest.approx(4, abs=0.1) == learned.of(running).drafted
     assert FIRST_YIELD.accepted < learned.of(row(1)).accepted < 4
@@ -231,19 +225,14 @@ def test_retrieval_that_saves_less_than_it_takes_is_skipped() -> None:
     for number in range(500):
         searched.append(lengths_of(planner, [running])[0] > 0)
         accepted = 4 * (number >= 250)
-        add_round(
-            running,
-            accepted * searched[-1],
-            accepted * searched[-1],
-            source=RETRIEVAL if searched[-1] else "",
-            seconds=0.05,
-        )
+        drafted = accepted * searched[-1]
+        add_round(running, drafted, drafted, origin=RowDraft(RETRIEVAL if searched[-1] else ""), seconds=SEARCHING)
         planner.observe([running])
     assert all(searched[:20]) and sum(searched[150:250]) < 24 and all(searched[400:])
     cheap, other_row = planner_of(has_model=False), row()
     for _ in range(100):
         assert lengths_of(cheap, [other_row])[0]
-        add_round(other_row, 1, 1, source=RETRIEVAL, seconds=0.05)
+        add_round(other_row, 1, 1, origin=RowDraft(RETRIEVAL), seconds=SEARCHING)
         cheap.observe([other_row])
 
 
@@ -322,7 +311,7 @@ def test_reading_that_does_not_seem_to_pay_is_tried_now_and_then() -> None:
         running = row(number)
         asked = lengths_of(planner, [running])[0]
         read.append(asked > 0)
-        add_round(running, min(asked, 2), 0, min(asked, 2), MODEL if asked else "")
+        add_round(running, min(asked, 2), num_draft_steps=min(asked, 2), origin=RowDraft(MODEL if asked else ""))
         running.finish_reason = "stop"
         planner.observe([running])
     assert [number for number, is_read in enumerate(read) if is_read] == [3, 11, 27]
@@ -343,3 +332,159 @@ def test_a_draft_is_cut_where_its_row_would_get_ahead_of_the_rows_it_is_awaited_
         ahead, even = planner.worth_verifying(rows, single).lengths[0], planner.worth_verifying(rows, all_alike).lengths
     assert independent > 8 and 0 < ahead < independent / 2
     assert min(even) > 2 * ahead  # drafts that all rows have put none of them ahead
+
+
+def rows_of(remaining: Sequence[int]) -> list[Row]:
+    rows = []
+    for index, tokens_left in enumerate(remaining):
+        row = Row(index, [1], SamplingParams(max_tokens=64), seed=0)
+        row.tokens += [2] * (64 - tokens_left)
+        row.rounds = [None]  # type: ignore[list-item]  # one round has happened
+        rows.append(row)
+    return rows
+
+
+def seconds(count: int) -> float:
+    return 10.0 + 0.5 * count
+
+
+def test_rows_that_are_ahead_gain_only_what_a_row_costs() -> None:
+    rows = rows_of([60, 60, 30, 1])
+    with awaited_together(rows):
+        worths = worth_of_tokens(rows, seconds)
+    worth, least = [worth_of_row.of(0) for worth_of_row in worths], 0.5 * 4 / 12
+    assert worth[:2] == pytest.approx([least + (1 - least) * 2] * 2, abs=1e-3)  # either may finish last
+    assert worth[2:] == pytest.approx([least, least], abs=2e-3)
+    assert sum(worth) == pytest.approx(4)
+    later = [worths[0].of(ahead) for ahead in range(40)]
+    assert later == sorted(later, reverse=True) and later[0] > 2 * later[4]  # by then the other row is last
+    assert later[-1] == pytest.approx(least, abs=2e-3)
+
+
+def test_drafts_are_worth_less_for_a_row_whose_drafts_are_accepted() -> None:
+    rows = rows_of([40, 40])
+    rows[1].rounds *= 24  # its 24 tokens took a round each; those of the other row took one round
+    with awaited_together(rows):
+        fast, slow = worth_of_tokens(rows, seconds)
+    assert slow.of(0) > 1 > fast.of(0)
+
+
+def test_the_limit_of_a_row_matters_less_if_texts_end_before_it() -> None:
+    rows = rows_of([60, 60, 30, 1])
+    for row in rows:
+        row.rounds *= row.num_output_tokens  # a round for each token
+    with awaited_together(rows):
+        by_limit = [worth.of(0) for worth in worth_of_tokens(rows, seconds)]
+        open_ends = [worth.of(0) for worth in worth_of_tokens(rows, seconds, typical=20)]
+    assert by_limit[0] > open_ends[0] > 1 > by_limit[2]
+    assert open_ends[2] == pytest.approx(open_ends[0]) and 1 > open_ends[3] > 2 * by_limit[3]
+
+
+def test_open_ended_rows_may_each_be_the_last_and_fast_ones_a_little_less_often() -> None:
+    rows = rows_of([24] * 4)  # of 64 tokens, 40 are there
+    for row, num_rounds in zip(rows, [20, 30, 25, 38], strict=True):
+        row.rounds *= num_rounds
+        row.params = SamplingParams(max_tokens=1000)
+    with awaited_together(rows):
+        worth = [worth_of_row.of(0) for worth_of_row in worth_of_tokens(rows, seconds, typical=64)]
+        ended = worth_of_tokens(rows, seconds, typical=1e9)
+    paces = np.array([(len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows])
+    rounds_left = np.random.default_rng(0).exponential(64, (20_000, 4)) * paces  # each token may end its text
+    is_last, least = np.bincount(rounds_left.argmax(1), minlength=4) / 20_000, 0.5 * 4 / 12
+    assert worth == pytest.approx(least + (1 - least) * 4 * is_last, abs=0.15)
+    assert ended[3].of(0) > 2 > 1 > ended[0].of(0)  # if all texts go on to their limits, the slowest is the last
+
+
+def test_all_tokens_are_worth_the_same_unless_one_caller_waits_for_running_rows() -> None:
+    rows = rows_of([60, 30])
+    assert worth_of_tokens(rows, seconds) == [Worth(), Worth()]  # rows without a call
+    others = rows_of([50, 20])
+    with awaited_together(rows), awaited_together(others):
+        assert worth_of_tokens([rows[0], others[1]], seconds) == [Worth(), Worth()]  # rows of two callers
+    with awaited_together([*rows, *others]):
+        others[1].rounds = []  # it waits for a place in the batch, which a row that ends early frees
+        assert worth_of_tokens(rows, seconds) == [Worth(), Worth()]
+    with awaited_together(rows[:1]):
+        assert worth_of_tokens(rows[:1], seconds) == [Worth()]
+
+
+def test_rows_do_not_refer_to_each_other_after_their_call() -> None:
+    rows = rows_of([5, 5])
+    with pytest.raises(RuntimeError), awaited_together(rows):
+        assert rows[0].call_rows is rows
+        raise RuntimeError
+    assert not rows[0].call_rows and not rows[1].call_rows
+
+
+def test_rows_of_a_call_are_awaited_together_and_have_the_texts_they_have_alone() -> None:
+    prompts = ["The heron and the heron and the", "A sparrow", "and the sparrow was"]
+    decoder = SpeculativeDecoder("toy", drafter="suffix", max_batch_size=3)
+    call_rows: list[Sequence[Row]] = []
+    choose_lengths = decoder._engine.policy.lengths
+
+    def lengths(rows: Sequence[Row], *others: Any) -> list[int]:
+        call_rows.append(rows[0].call_rows)
+        return choose_lengths(rows, *others)
+
+    decoder._engine.policy.lengths = lengths  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=24)
+    texts = [result.token_ids for result in decoder.generate(prompts, params)]
+    assert {len(together) for together in call_rows} == {3}
+    assert texts == [decoder.generate(prompt, params).token_ids for prompt in prompts]
+
+
+def test_nodes_of_a_tree_put_a_row_ahead_by_their_depth() -> None:
+    worth = Worth(0.5, 1.0, spread=2.0)
+    chain, tree = worth.of_draft([0.9, 0.8, 0.3], [0, 1, 2], 0), worth.of_draft([0.9, 0.8, 0.3], [0, 1, 0], 0)
+    assert chain[:2] == tree[:2] and chain[2] < tree[2] == pytest.approx(0.3 * worth.of(1))
+    assert worth.of_draft([0.9, 0.9], [5, 0], 0)[1] == 0.9 * worth.of(6)  # a later token is never worth more
+    assert worth.of_draft([0.9, 0.8], [0, 1], 2) == [0.9 * worth.of(0), 0.8 * worth.of(0)]  # all rows gain these
+
+
+def row_of(max_tokens: int = 1000) -> Row:
+    return Row(0, [1], SamplingParams(max_tokens=max_tokens), seed=0)
+
+
+def add_text(lengths: TextLengths, row: Row, tokens: int, reason: FinishReason | None = None) -> None:
+    for tokens_left in range(tokens, 0, -1):
+        add_round(row)
+        row.finish_reason = reason if tokens_left == 1 else None
+        lengths.learn([row])
+
+
+def test_the_prior_holds_at_first_and_no_text_is_expected_to_exceed_its_limit() -> None:
+    lengths = TextLengths()
+    assert lengths.expected(row_of()) == PRIOR_TOKENS
+    assert lengths.expected(row_of(10)) == 10
+
+
+def test_the_expected_length_follows_that_of_earlier_texts() -> None:
+    lengths = TextLengths()
+    for _ in range(100):
+        add_text(lengths, row_of(), 20, "stop")
+    assert lengths.expected(row_of()) == pytest.approx(20, rel=0.1)
+    for _ in range(100):
+        add_text(lengths, row_of(), 200, "stop")  # longer texts from now on
+    assert lengths.expected(row_of()) == pytest.approx(200, rel=0.1)
+
+
+def test_texts_that_were_cut_off_are_forgotten_in_time() -> None:
+    lengths = TextLengths()
+    for _ in range(200):
+        add_text(lengths, row_of(), 300, "length")
+    for _ in range(200):
+        add_text(lengths, row_of(), 20, "stop")
+    assert lengths.expected(row_of()) == pytest.approx(20, rel=0.2)
+
+
+def test_a_text_cut_off_at_its_limit_raises_the_expected_length() -> None:
+    lengths = TextLengths()
+    add_text(lengths, row_of(), 300, "length")
+    assert lengths.typical > 300
+
+
+def test_a_row_that_failed_before_its_first_round_teaches_nothing() -> None:
+    lengths, row = TextLengths(), row_of()
+    row.finish_reason = "error"
+    lengths.learn([row])
+    assert lengths.typical == PRIOR_TOKENS

@@ -72,24 +72,19 @@ def bytes_of(store: SuffixStore) -> int:
     return size
 
 
-def test_memory_is_bounded_by_the_budget() -> None:
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_memory_is_bounded_by_the_budget(is_seeded: bool) -> None:
     store = SuffixStore(SIZE, 1000)
     sizes = []
     for number in range(100):
-        store.add([(number * 37 + i * i) % SIZE for i in range(100)])
+        text = [(number * 37 + i * i) % SIZE for i in range(100)]
+        if is_seeded:
+            store.seed([text])
+        else:
+            store.add(text)
         sizes.append(bytes_of(store))
     assert max(sizes[50:]) <= max(sizes[:50])
-    assert 20 * store.num_tokens < sizes[-1] < 500 * store.num_tokens
-
-
-def test_seeded_texts_are_bounded_by_the_budget_too() -> None:
-    store = SuffixStore(SIZE, 1000)
-    sizes = []
-    for number in range(60):
-        store.seed([[(number * 37 + i * i) % SIZE for i in range(100)]])
-        sizes.append(bytes_of(store))
-    assert max(sizes[40:]) <= max(sizes[:40])
-    assert sum(map(len, store._seeded)) <= 1000
+    assert 20 * store.num_tokens < sizes[-1] < 500 * store.num_tokens <= 500 * 1000
 
 
 def test_a_text_longer_than_half_of_the_budget_is_cut_to_its_end() -> None:
@@ -139,19 +134,13 @@ def test_an_output_is_kept_when_its_row_is_dropped_unfinished() -> None:
     assert stored_texts(drafter) == [[1, 2, 3, 4]]
 
 
-def test_nothing_is_kept_of_a_row_without_output() -> None:
-    drafter, row = SuffixDrafter(SIZE), row_of([1, 2])
-    propose(drafter, [row])
-    row.finish_reason = "stop"
-    assert stored_texts(drafter) == []
-
-
-def test_the_output_of_a_row_that_was_not_drafted_for_is_kept() -> None:
+@pytest.mark.parametrize(("output", "stored"), [([], []), ([3], [[1, 2, 3]])])
+def test_only_rows_with_output_are_kept_drafted_for_or_not(output: list[int], stored: list[list[int]]) -> None:
     drafter, row = SuffixDrafter(SIZE), row_of([1, 2])
     assert propose(drafter, [row], 0) == [[]]
-    row.tokens.append(3)
+    row.tokens += output
     row.finish_reason = "stop"
-    assert stored_texts(drafter) == [[1, 2, 3]]
+    assert stored_texts(drafter) == stored
 
 
 def test_a_finished_output_is_drafted_for_another_row() -> None:

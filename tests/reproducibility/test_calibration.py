@@ -115,12 +115,9 @@ def grows(rows: int, width: int, columns: Tensor, length: int) -> float:
     return length
 
 
-def test_nothing_agrees_where_rounding_depends_on_the_attended_length() -> None:
-    assert not calibration_of(grows).agrees  # type: ignore[arg-type]
-
-
-def test_nothing_agrees_where_rounding_depends_on_the_attended_length_of_a_short_context() -> None:
-    assert not calibration_of(grows, 700).agrees  # type: ignore[arg-type]
+@pytest.mark.parametrize("context", [(), (700,)])
+def test_nothing_agrees_where_rounding_depends_on_the_attended_length(context: tuple[int, ...]) -> None:
+    assert not calibration_of(grows, *context).agrees  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

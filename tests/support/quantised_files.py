@@ -313,3 +313,9 @@ def write_checkpoint(
     checkpoint = Checkpoint(folder, reference)
     checkpoint.change({key: value.clone() for key, value in stored.items()}, metadata if form == "torchao" else None)
     return checkpoint
+
+
+def kl(expected: Tensor, actual: Tensor) -> float:
+    """Mean divergence of the distributions of these logits, [..., V]."""
+    p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, actual))
+    return float((p.exp() * (p - q)).sum(-1).mean())

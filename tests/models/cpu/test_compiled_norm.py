@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm
 
 from slipstream.models.cpu.compiled_norm import compiled_norm
 from slipstream.models.cpu.kernel_libraries import kernels
-from tests.models.heads.test_compiled_head_layer import network
+from tests.models.heads.test_compiled_layer import network
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
 

@@ -32,6 +32,7 @@ from slipstream.models.weights.gguf_configuration import scale_positions
 from slipstream.models.weights.gguf_conversion import convert
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_files import TOKENS, write_model
+from tests.support.quantised_files import kl
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -50,11 +51,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Pa
     for name, tied in ARCHITECTURES:
         write_model(folder / f"{name}-{tied}.gguf", name, MIXED, tie_word_embeddings=tied)
     return {(name, tied): folder / f"{name}-{tied}.gguf" for name, tied in ARCHITECTURES}
-
-
-def kl(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, actual))
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def logits(loaded: Loaded, ids: torch.Tensor) -> torch.Tensor:

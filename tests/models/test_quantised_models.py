@@ -22,7 +22,7 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_unpacked
 from tests.support.markers import mostly_slow
-from tests.support.quantised_files import SHAPE, write_checkpoint
+from tests.support.quantised_files import SHAPE, kl, write_checkpoint
 from tests.support.tiny_models import fresh
 
 kernels = pytest.mark.skipif(
@@ -68,11 +68,6 @@ def test_a_narrower_range_is_chosen_where_its_codes_are_nearer() -> None:
     scale = (high - low) / 15
     whole = ((weight / scale + (-low / scale).round()).round().clamp(0, 15) - (-low / scale).round()) * scale
     assert (rounded(weight, 4).values() - weight).square().sum() < (whole - weight).square().sum() * 0.95
-
-
-def kl(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, actual))
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 @kernels

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 SERVER = """
 import os, sys
 from pathlib import Path
-from tests.bench.test_bench_kill import go_on
+from tests.bench.test_records_kill import go_on
 for line in sys.stdin:
     child = os.fork()
     if child == 0:

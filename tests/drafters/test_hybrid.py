@@ -10,7 +10,7 @@ import torch
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.interfaces import Policy, Source
 from slipstream.core.rng import Race
-from slipstream.core.rounds import MODEL, Round
+from slipstream.core.rounds import MODEL
 from slipstream.core.types import Row
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import Planner
@@ -19,6 +19,7 @@ from slipstream.drafters import Setup, suffix
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import InTurn
 from tests.support.markers import mostly_slow
+from tests.support.rounds import add_round
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 CPU = torch.device("cpu")
@@ -65,35 +66,22 @@ def drafts(draft: Draft) -> list[list[int]]:
     return [tokens[:length] for tokens, length in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
 
 
-def test_a_long_retrieved_draft_is_used_and_the_model_not_asked() -> None:
-    second = Scripted([[9] * 4])
-    drafter = hybrid(Scripted([[5, 6, 7]]), second)
-    assert drafts(propose(drafter, rows(1), [7])) == [[5, 6, 7]]
-    assert second.asked == []
-
-
-def test_the_model_drafts_where_the_retrieved_draft_is_short() -> None:
-    second = Scripted([[9] * 4])
-    drafter = hybrid(Scripted([[5]]), second)
-    assert drafts(propose(drafter, rows(1), [7])) == [[9, 9, 9, 9]]
-    assert second.asked == [[7]]
-
-
-def test_each_row_takes_the_drafter_that_suits_it() -> None:
-    second = Scripted([[9] * 4] * 3)
-    drafter = hybrid(Scripted([[5, 6, 7, 8], [], [3]]), second)
-    assert drafts(propose(drafter, rows(3), [7, 7, 2])) == [[5, 6, 7, 8], [9, 9, 9, 9], [9, 9]]
-    assert second.asked == [[0, 7, 2]]
-
-
-def test_a_single_token_may_be_retrieved() -> None:
-    assert drafts(propose(hybrid(Scripted([[5, 6]]), Scripted([[9]])), rows(1), [1])) == [[5]]
-
-
-def test_the_model_is_not_asked_for_drafts_of_no_tokens() -> None:
-    second = Scripted([[9]])
-    assert drafts(propose(hybrid(Scripted([[5, 6]]), second), rows(1), [0])) == [[]]
-    assert second.asked == []
+@pytest.mark.parametrize(
+    ("retrieved", "lengths", "drafted", "asked"),
+    [
+        ([[5, 6, 7]], [7], [[5, 6, 7]], []),  # long enough: the model is not asked
+        ([[5]], [7], [[9, 9, 9, 9]], [[7]]),
+        ([[5, 6, 7, 8], [], [3]], [7, 7, 2], [[5, 6, 7, 8], [9, 9, 9, 9], [9, 9]], [[0, 7, 2]]),
+        ([[5, 6]], [1], [[5]], []),
+        ([[5, 6]], [0], [[]], []),
+    ],
+)
+def test_the_model_drafts_for_the_rows_whose_retrieved_draft_is_short(
+    retrieved: list[list[int]], lengths: list[int], drafted: list[list[int]], asked: list[list[int]]
+) -> None:
+    model = Scripted([[9] * 4] * len(retrieved))
+    assert drafts(propose(hybrid(Scripted(retrieved), model), rows(len(retrieved)), lengths)) == drafted
+    assert model.asked == asked
 
 
 def test_sampled_drafts_keep_their_distribution_and_retrieved_ones_are_one_hot() -> None:
@@ -154,11 +142,7 @@ def test_a_draft_model_that_never_pays_is_tried_at_growing_intervals() -> None:
     for number in range(100):
         before = len(second.asked)
         proposal = propose(drafter, [row], [7])
-        row.tokens.append(5)
-        draft = tuple(drafts(proposal)[0])
-        row.rounds.append(
-            Round(0, number, 1, len(row.tokens) - 1, draft, (5,), 0, bool(draft), origin=proposal.records[0])
-        )
+        add_round(row, proposal.lengths[0], origin=proposal.records[0])
         planner.observe([row])
         if len(second.asked) > before:
             tried.append(number)
@@ -175,9 +159,8 @@ def test_the_text_is_that_of_plain_decoding(temperature: float) -> None:
     drafting = {"drafter": "hybrid:3", "acceptance": "match", "num_draft_tokens": 4}
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), **drafting)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
-    texts = prompts((4, 20, 9))
-    results = decoder.generate([text + text for text in texts], params)
-    plain = decoder.using("none").generate([text + text for text in texts], params)
+    texts = [text + text for text in prompts((4, 20, 9))]
+    results, plain = decoder.generate(texts, params), decoder.using("none").generate(texts, params)
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
     assert sum(r.stats.num_accepted_tokens for r in results) > 0
 

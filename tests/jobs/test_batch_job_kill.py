@@ -22,7 +22,7 @@ LINES = [*requests(60, most=60), *(chat(f"c{at}", "The heron and", temperature=0
 FORWARDS_BEFORE_KILL = 120  # a process stops here even if the kill comes late: enough for many answers, not for all
 SERVER = """
 import os, sys
-from tests.jobs.test_job_kill import FORWARDS_BEFORE_KILL, go_on
+from tests.jobs.test_batch_job_kill import FORWARDS_BEFORE_KILL, go_on
 for folder in sys.stdin:
     child = os.fork()
     if child == 0:

@@ -27,7 +27,7 @@ from slipstream.sampling.sampler import Sampler
 from slipstream.text.results import Stats
 from slipstream.text.round_view import views
 from tests.support.markers import mostly_slow
-from tests.support.tiny_models import fresh, perturbed, shared
+from tests.support.tiny_models import fresh, perturbed, prompts, shared
 from tests.support.vocabularies import decoder_of, fable_model
 
 CPU = torch.device("cpu")
@@ -216,3 +216,21 @@ def test_the_probability_of_a_runner_up_is_learned() -> None:
         learned.learn(row)
     drafted, runner_up = learned.acceptance_probs(row, [0.5])[0], learned.runner_up_probs(row, [0.5], [0.2])[0]
     assert drafted < 0.2 and runner_up > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_tokens", [8, 11, 12, 13])
+def test_a_tree_takes_no_more_rounds_than_its_chain(max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    models = fresh("llama"), fresh("llama")  # a draft model that is always right
+    chain = SpeculativeDecoder(*models, drafter="model", num_draft_tokens=4, fast=True)
+    tree = chain.using("model", num_draft_tokens="4x2")
+    with_chain, with_tree = (decoder.generate(prompts((9,))[0], params) for decoder in (chain, tree))
+    assert with_tree.token_ids == with_chain.token_ids
+    assert len(with_tree.rounds) == len(with_chain.rounds)
+    assert any(round.parents for round in with_tree.rounds)
+    tokens_left = [max_tokens + 9 - round.start for round in with_tree.rounds]
+    assert all(
+        len(round.draft) <= max(0, max_tokens_left - 1)
+        for round, max_tokens_left in zip(with_tree.rounds, tokens_left, strict=True)
+    )

@@ -1,6 +1,6 @@
 """With Triton kernels no bit of a token depends on the shape of a forward; on a GPU or in Triton's interpreter.
 
-`test_triton_layer.py` says how to run it; `test_compiled_kernels.py` checks what the kernels are compiled to.
+`test_triton_layer.py` says how to run it; `test_triton_kernels.py` checks what the kernels are compiled to.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_unpacked
 from tests.support.markers import mostly_slow
-from tests.support.quantised_files import Checkpoint, write_checkpoint
+from tests.support.quantised_files import Checkpoint, kl, write_checkpoint
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
@@ -44,11 +44,6 @@ CASES = [
 FEW = (CASES[0], CASES[6], CASES[8])
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
 PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
-
-
-def kl(expected: Tensor, actual: Tensor) -> float:
-    p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, actual))
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def logits(loaded: Loaded) -> Tensor:

@@ -17,7 +17,7 @@ pytestmark = [
         shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
     ),
 ]
-PROMPTS = ["List the days of the week, twice.", "Why is the sky blue?"]
+QUESTIONS = ["List the days of the week, twice.", "Why is the sky blue?"]
 
 
 def test_drafts_change_no_text_of_the_quantised_model() -> None:
@@ -25,7 +25,7 @@ def test_drafts_change_no_text_of_the_quantised_model() -> None:
     assert decoder.target.name == "smollm2 quantised to int4, group 32"
     assert decoder.target.arithmetic == "Q8_0+int4 group 32 blocks, int8 activations"
     params = SamplingParams(max_tokens=16)
-    plain = [decoder.using("none").generate(prompt, params) for prompt in PROMPTS]
-    drafted = decoder.using("ngram", num_draft_tokens=6).generate(PROMPTS, params)
+    plain = [decoder.using("none").generate(prompt, params) for prompt in QUESTIONS]
+    drafted = decoder.using("ngram", num_draft_tokens=6).generate(QUESTIONS, params)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
     assert plain[0].text != plain[1].text and drafted[0].stats.num_accepted_tokens > 0

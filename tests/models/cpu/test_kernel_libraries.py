@@ -7,6 +7,8 @@ import ctypes
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.models.cpu import kernel_libraries
-from slipstream.models.cpu.kernel_libraries import COMMON_FLAGS, Recipe, loaded
+from slipstream.models.cpu.kernel_libraries import COMMON_FLAGS, SOURCES, Recipe, loaded
 from slipstream.models.cpu.processor import NoKernelsError
 
 pytestmark = [
@@ -200,3 +202,25 @@ def test_a_library_is_compiled_once_for_all_who_start_together(
     with ThreadPoolExecutor(4) as starting:
         built = set(starting.map(lambda _: kernel_libraries.built(tmp_path, os.environ, recipe), range(4)))
     assert len(compiled) == len(built) == 1
+
+
+def exercised(tmp_path: Path, compiler: str, *libraries: str, arguments: tuple[str, ...] = ()) -> str:
+    """What the driver prints; it must exit with 0."""
+    driver, program = Path(__file__).with_name("exercise_team.c"), tmp_path / "exercise"
+    command = [compiler, "-O2", f"-I{SOURCES}", str(driver), str(SOURCES / "team.c"), *libraries, "-o", str(program)]
+    subprocess.run(command, check=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "3"}
+    finished = subprocess.run([str(program), *arguments], capture_output=True, text=True, env=environment)
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_own_threads_serve_concurrent_callers_and_forks(tmp_path: Path) -> None:
+    assert exercised(tmp_path, "cc", "-lpthread", "-ldl") == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs gcc and its OpenMP")
+def test_openmp_threads_serve_concurrent_callers(tmp_path: Path) -> None:
+    libraries = ("-Wl,--no-as-needed", "-lgomp", "-lpthread", "-ldl")
+    assert exercised(tmp_path, "gcc", *libraries, arguments=("openmp",)) == ""

@@ -97,12 +97,6 @@ def test_options_that_change_logits_take_the_plain_path(changes: dict[str, Any])
     assert target.calls["verified"] == 0
 
 
-@pytest.mark.slow
-def test_a_rule_that_looks_at_distributions_takes_the_plain_path() -> None:
-    _, target, draft = run("llama", Counting, acceptance="rejection")
-    assert target.calls["verified"] == 0 < draft.calls["drafted"]
-
-
 class Watching(ModelDrafter):
     """A drafter that observes logits."""
 
@@ -113,10 +107,12 @@ class Watching(ModelDrafter):
 
 
 @pytest.mark.slow
-def test_a_drafter_that_observes_gets_logits() -> None:
-    _, target, draft = run("llama", Counting, drafter_type=Watching)
+@pytest.mark.parametrize(("drafter", "rule"), [(ModelDrafter, "rejection"), (Watching, "auto")])
+def test_a_rule_or_a_drafter_that_needs_logits_gets_them(drafter: Any, rule: str) -> None:
+    Watching.seen = 0
+    _, target, draft = run("llama", Counting, drafter_type=drafter, acceptance=rule)
     assert target.calls["verified"] == 0 < draft.calls["drafted"]
-    assert Watching.seen > 0
+    assert (Watching.seen > 0) is (drafter is Watching)
 
 
 def test_only_backends_with_both_methods_have_greedy_rounds() -> None:
