@@ -275,7 +275,8 @@ class Replay:
         length, stops = len(record["output"]), record.get("stops", False)
         limit = max(record.get("max_tokens", length), length) if stops else length
         row = Row(index, list(record["prompt"]), SamplingParams(max_tokens=limit), seed=0)
-        row.completes_stop = (lambda token: row.num_output_tokens >= length) if stops else None
+        if stops:
+            row.find_stop = lambda tokens, _: rest if (rest := length - row.num_output_tokens) <= len(tokens) else None
         return row
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from slipstream import SpeculativeDecoder
+from slipstream.models.toy import ToyTokenizer
+from slipstream.text.detokenizer import MAX_CONTEXT
 from tests.support.round_trace import Work, traced
 
 PROMPT, COUNT = "the north wind and the sun were disputing which was the stronger", 40
@@ -47,3 +50,26 @@ def test_a_round_with_a_draft_model_makes_one_transfer_from_the_device(monkeypat
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     result = decoder.generate(PROMPT, max_tokens=COUNT)
     assert transfers == ["RowOutcome.read"] * len(result.rounds)
+
+
+@pytest.mark.parametrize("stop", [[], ["zzzz"]], ids=["no stop", "stop"])
+@pytest.mark.parametrize("streams", [False, True], ids=["generate", "stream"])
+@pytest.mark.parametrize("settings", [{"drafter": "none"}, {"drafter": "ngram", "num_draft_tokens": 7}], ids=str)
+def test_a_round_is_decoded_once(
+    streams: bool, stop: list[str], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, num_decoded, decode = SpeculativeDecoder("toy", **settings), list[int](), ToyTokenizer.decode
+
+    def counted(tokenizer: ToyTokenizer, ids: Sequence[int]) -> str:
+        num_decoded.append(len(ids))
+        return decode(tokenizer, ids)
+
+    monkeypatch.setattr(ToyTokenizer, "decode", counted)
+    if streams:
+        stream = decoder.stream(PROMPT, max_tokens=COUNT, stop=stop)
+        assert len(list(stream)) == len(stream.result.rounds)
+        result = stream.result
+    else:
+        result = decoder.generate(PROMPT, max_tokens=COUNT, stop=stop)
+    num_moves = COUNT // MAX_CONTEXT  # of the ids that give context
+    assert len(num_decoded) <= (len(result.rounds) + num_moves if streams or stop else 1)

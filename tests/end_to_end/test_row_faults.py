@@ -97,15 +97,14 @@ def in_rust(decoder: SpeculativeDecoder) -> Any:
 def in_stop_check(decoder: SpeculativeDecoder) -> Any:
     """The check of a stop condition fails; it runs while tokens are committed, so it cannot be repeated."""
 
-    def check(row: Row, token: int) -> bool:
+    def check(row: Row, tokens: Sequence[int], first: int) -> None:
         if is_bad(row):
             raise Broken("stop")
-        return False
 
     def rows(honest: Any, *arguments: Any, **more: Any) -> Any:
         groups = honest(*arguments, **more)
         for row in (row for group in groups for row in group if row.tokens[0] == BAD):
-            row.completes_stop = partial(check, row)
+            row.find_stop = partial(check, row)
         return groups
 
     return patched(decoder.reader, "sample_rows", rows)

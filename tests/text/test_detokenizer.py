@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.types import Row
 from slipstream.models.toy import END, ToyTokenizer
-from slipstream.text.detokenizer import BROKEN, StopStrings, TextStream, VisibleText, visible_text
+from slipstream.text.detokenizer import BROKEN, StopStrings, TextStream, new_text, read_as_committed, text_of
 
 TOKENIZER = ToyTokenizer()  # one byte per token, so that most characters are split
 modest = settings(max_examples=150)
@@ -65,7 +68,7 @@ def test_stream_decodes_a_bounded_number_of_tokens_at_a_time() -> None:
     tokenizer = Counting()
     stream = TextStream(tokenizer)
     assert "".join(map(stream.push, "né€😀".encode() * 100)) == "né€😀" * 100
-    assert tokenizer.longest <= 8
+    assert tokenizer.longest <= 40
 
 
 def shown_through(stop_strings: list[str], chunks: list[str]) -> tuple[str, bool]:
@@ -147,13 +150,84 @@ def test_without_stops_nothing_is_held_back() -> None:
     assert StopStrings([]).push("anything") == "anything"
 
 
-@modest
-@given(texts, st.text(st.sampled_from("ab€中😀"), min_size=1, max_size=3))
-def test_the_token_that_completes_a_stop_string_is_detected(text: str, stop: str) -> None:
-    watch, ids = VisibleText(TOKENIZER, SamplingParams(stop=[stop])), TOKENIZER.encode(text)
-    fired = [watch.completes_stop(token) for token in ids]
-    expected = [stop in bytes(ids[:end]).decode(errors="ignore") for end in range(1, len(ids) + 1)]
-    assert fired == expected
+PIECES = [
+    b"a",
+    b"b",
+    b" ab",
+    b"",
+    b" \xe2",
+    b"\x82",
+    b"\xac",
+    b"\x82\xacb",
+    b"a\xf0\x9f",
+    b"\x98\x80",
+    b"\xff",
+    b"\xef\xbf\xbd",
+]
+
+
+class Pieces(ToyTokenizer):
+    """Its tokens hold whole characters and parts of them; like SentencePiece's, a text loses its first space."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(PIECES[i] for i in ids).decode(errors="replace").removeprefix(" ")
+
+
+class TokenByToken:
+    """The specification: a row that decodes after every token, and looks for its ends then."""
+
+    def __init__(self, params: SamplingParams, end: int) -> None:
+        self.params, self.end, self.stops = params, end, StopStrings(params.stop_strings)
+        self.ids, self.num_shown, self.context = list[int](), 0, 0
+        self.finish_reason: str | None = None
+
+    def piece(self) -> tuple[str, bool]:
+        before, now = (Pieces().decode(self.ids[self.context : n]) for n in (self.num_shown, len(self.ids)))
+        return now[len(before) :], len(now) > len(before) and not now.endswith(BROKEN)
+
+    def push(self, token: int) -> str:
+        self.ids.append(token)
+        text, is_whole = self.piece()
+        if is_whole:
+            self.context, self.num_shown = self.num_shown, len(self.ids)
+        shown, count = text * is_whole, len(self.ids)
+        if count >= self.params.min_tokens:
+            shown = self.stops.push(shown)
+            self.finish_reason = "stop" if self.stops.found or token == self.end else None
+        if self.finish_reason is None and count == self.params.max_tokens:
+            self.finish_reason = "length"
+        return shown + (self.stops.push(self.piece()[0], final=True) if self.finish_reason else "")
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=8), min_size=1, max_size=20),
+    st.lists(st.text(st.sampled_from(["a", "b", " ", "€", "😀", BROKEN]), min_size=1, max_size=4), max_size=3),
+    st.integers(0, 20),
+    st.integers(20, 60),
+    st.booleans(),
+)
+def test_rounds_are_read_as_if_token_by_token(
+    rounds: list[list[int]], strings: list[str], min_tokens: int, max_tokens: int, streamed: bool
+) -> None:
+    params = SamplingParams(stop=strings, min_tokens=min_tokens, max_tokens=max_tokens)
+    row, wanted, whole = Row(0, [0], params, 0, frozenset({3})), TokenByToken(params, 3), ""
+    if streamed or strings:
+        read_as_committed(row, Pieces())
+    for tokens in rounds:
+        text, start = "", row.num_output_tokens
+        for token in tokens:
+            text += wanted.push(token)
+            if wanted.finish_reason:
+                break
+        whole += text
+        assert row.commit(tokens) == tuple(wanted.ids[start:])
+        assert row.finish_reason == wanted.finish_reason
+        if row.text is not None:
+            assert new_text(row, Pieces()) == text
+        if row.finish_reason is not None:
+            assert text_of(row, Pieces()) == whole
+            return
 
 
 @pytest.mark.each_value
@@ -170,11 +244,3 @@ def test_streamed_text_and_tokens_equal_those_of_generate(stop: list[str], draft
     assert result.text == first_completed(plain.text, stop)
     stopped = any(string in plain.text for string in stop)
     assert result.finish_reason == ("stop" if stopped else plain.finish_reason)
-
-
-def test_a_stop_string_before_the_minimum_length_neither_ends_nor_cuts_the_text() -> None:
-    params = SamplingParams(stop=["a"], min_tokens=4)
-    ids = TOKENIZER.encode("a ba ba")
-    watch = VisibleText(TOKENIZER, params)
-    assert [watch.completes_stop(token) for token in ids[:4]] == [False, False, False, True]
-    assert visible_text(TOKENIZER, params, ids[:4]) == "a b"

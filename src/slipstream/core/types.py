@@ -155,7 +155,8 @@ class Verdict:
 class Row:
     """One sequence: its committed tokens (the only truth about it), its options and its rounds so far.
 
-    completes_stop: called with each committed output token once, in order; whether that token completes a stop string.
+    find_stop: called with the tokens of a round up to the first other end, and the number (from 1) of the first of them
+    that may end the row; returns the number of the first of these that completes a stop, None if there is none.
     error: why the row failed, with finish reason "error".
     messages: the chat that the prompt was rendered from, for draft models with a chat format of their own.
     open_end: trailing tokens that may still change, or are read again.
@@ -163,6 +164,7 @@ class Row:
     call_rows: all rows of a call that returns when the last of them has ended.
     constraint: the grammar or schema that the text must match; only the sampler knows what this object means.
     group: rows of different groups share no cached tokens and no learned texts, only averages of acceptance and cost.
+    text: the output as text, if it is read as it grows; only `text/` knows what this object means.
     """
 
     index: int
@@ -170,7 +172,7 @@ class Row:
     params: RequestOptions
     seed: int
     end_ids: frozenset[int] = frozenset()
-    completes_stop: Callable[[int], bool] | None = None
+    find_stop: Callable[[Sequence[int], int], int | None] | None = None
     rounds: list[Round] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
@@ -180,6 +182,7 @@ class Row:
     call_rows: Sequence[Row] = ()
     constraint: object | None = None
     group: str = ""
+    text: object | None = None
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -207,21 +210,21 @@ class Row:
     def commit(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Append tokens up to the first end and return those appended.
 
-        Ends are looked for token by token: an end-of-sequence or stop id, a stop string, the length limit.
+        Ends are an end-of-sequence or stop id, a stop string, and the length limit, which counts last.
         """
-        begin = len(self.tokens)
-        for count, token in enumerate(tokens, self.num_output_tokens + 1):
-            self.tokens.append(token)
-            stopped = token in self.end_ids
-            if self.completes_stop is not None:
-                stopped |= self.completes_stop(token)
-            if stopped and count >= self.params.min_tokens:
-                self.finish_reason = "stop"
-            elif count >= self.params.max_tokens:
-                self.finish_reason = "length"
-            if self.finish_reason is not None:
-                break
-        return tuple(self.tokens[begin:])
+        num_before = self.num_output_tokens
+        room, first = self.params.max_tokens - num_before, max(1, self.params.min_tokens - num_before)
+        tokens = tokens[:room]
+        end = next((n for n, token in enumerate(tokens[first - 1 :], first) if token in self.end_ids), None)
+        if self.find_stop is not None:
+            end = self.find_stop(tokens[:end], first) or end
+        if end is not None:
+            self.finish_reason = "stop"
+        elif len(tokens) == room:
+            self.finish_reason = "length"
+        committed = tuple(tokens[:end])
+        self.tokens.extend(committed)
+        return committed
 
     def true_length(self, round_index: int, base: int) -> int:
         """Number of leading tokens committed by now in a cache that was filled with the row and the round's draft.

@@ -6,42 +6,55 @@ This module knows neither models nor sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import cast
 
+from slipstream.core.types import Row
 from slipstream.errors import UsageError
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.processors import params_of
 from slipstream.tokenization.byte_vocabulary import ReadableAsBytes
 from slipstream.tokenization.tokenizer import Tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
+MAX_CONTEXT = 32  # ids that are decoded again with the next ones before fewer are kept
 
 
 class TextStream:
     """Turns token ids into text as they come, never showing half a character.
 
-    Only the tokens since the last finished piece are decoded, so the cost per token does not grow with the text.
+    Only the latest ids are decoded, so the cost per token does not grow with the text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._num_emitted = 0  # ids whose text has been returned
-        self._context_start = 0  # the first id to decode: those up to `_num_emitted` only give context to the next
+        self._ids: tuple[int, ...] = ()  # those that are decoded
+        self._num_shown = 0  # of these: their text was returned, and they give context to the others
+        self._shown = ""  # the text of these
 
-    def push(self, token: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
-        self._ids.append(token)
-        before = self._tokenizer.decode(self._ids[self._context_start : self._num_emitted])
-        now = self._tokenizer.decode(self._ids[self._context_start :])
-        if len(now) <= len(before) or now.endswith(BROKEN):
-            return ""
-        self._context_start, self._num_emitted = self._num_emitted, len(self._ids)
-        return now[len(before) :]
+    def push(self, *tokens: int) -> str:
+        """The text that these tokens complete, without a token that leaves a character incomplete at the end."""
+        num_earlier, self._ids = len(self._ids), (*self._ids, *tokens)
+        for end in range(len(self._ids), num_earlier, -1):
+            text = self._tokenizer.decode(self._ids[:end])
+            if len(text) <= len(self._shown):
+                break
+            if not text.endswith(BROKEN):
+                return self._show(end, text)
+        return ""
 
     def flush(self) -> str:
         """The remaining text at the end, incomplete characters included."""
-        before = self._tokenizer.decode(self._ids[self._context_start : self._num_emitted])
-        self._num_emitted = len(self._ids)
-        return self._tokenizer.decode(self._ids[self._context_start :])[len(before) :]
+        if self._num_shown == len(self._ids):
+            return ""
+        return self._show(len(self._ids), self._tokenizer.decode(self._ids))
+
+    def _show(self, end: int, text: str) -> str:
+        piece = text[len(self._shown) :]
+        if end > MAX_CONTEXT:  # what this piece came from is context enough for the next
+            self._ids, end = self._ids[self._num_shown :], end - self._num_shown
+            text = self._tokenizer.decode(self._ids[:end])
+        self._num_shown, self._shown = end, text
+        return piece
 
 
 class TokenTexts:
@@ -102,34 +115,53 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class VisibleText:
-    """The text of one request as its tokens come: stop strings cut it, but none before `min_tokens` tokens."""
+class RowText:
+    """The text of one row: its tokens are read as they are committed, and its first stop string cuts it."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._text, self._stops = TextStream(tokenizer), StopStrings(params.stop_strings)
-        self._unwatched = max(0, params.min_tokens - 1)
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._stream, self._stops = TextStream(tokenizer), StopStrings(stops)
+        self._text, self._num_taken = "", 0
 
-    def push(self, token: int) -> str:
-        """The text that may be shown once this token has come."""
-        piece = self._text.push(token)
-        if self._unwatched > 0:
-            self._unwatched -= 1
-            return piece
-        return self._stops.push(piece)
+    def find_stop(self, tokens: Sequence[int], first: int = 1) -> int | None:
+        """Read the tokens of a round up to the first, from number `first` on, that completes a stop string.
 
-    def flush(self) -> str:
-        """The remaining text when the request is over."""
-        return self._stops.push(self._text.flush(), final=True)
+        Returns its number, counted from 1; None if there is none.
+        """
+        self._text += self._stream.push(*tokens[: first - 1])
+        watched, before = tokens[first - 1 :], (copy(self._stream), copy(self._stops))
+        piece = self._stops.push(self._stream.push(*watched))
+        if self._stops.found and len(watched) > 1:  # which token completes it?
+            self._stream, self._stops = before
+            return next((number for number, token in enumerate(watched, first) if self.find_stop([token])), None)
+        self._text += piece
+        return len(tokens) if self._stops.found else None
 
-    def completes_stop(self, token: int) -> bool:
-        """Whether this token completes a stop string."""
-        self.push(token)
-        return self._stops.found
+    def take(self) -> str:
+        """The text that may be shown since the last call."""
+        piece, self._num_taken = self._text[self._num_taken :], len(self._text)
+        return piece
+
+    def whole(self) -> str:
+        """The text of a row that has ended, incomplete characters and beginnings of stop strings included."""
+        self._text += self._stops.push(self._stream.flush(), final=True)
+        return self._text
 
 
-def visible_text(tokenizer: Tokenizer, params: SamplingParams, ids: Sequence[int]) -> str:
-    """The text of a finished request."""
-    if not params.stop_strings:
-        return tokenizer.decode(ids)
-    text = VisibleText(tokenizer, params)
-    return "".join(map(text.push, ids)) + text.flush()
+def read_as_committed(row: Row, tokenizer: Tokenizer | None) -> None:
+    """Have a row's tokens read as they are committed, as stop strings and streams need it."""
+    if row.text is None and tokenizer is not None:
+        row.text = text = RowText(tokenizer, params_of(row).stop_strings)
+        row.find_stop = text.find_stop
+
+
+def new_text(row: Row, tokenizer: Tokenizer | None) -> str:
+    """The text that a row's last round added; if tokens are not read as they are committed, all of it at the end."""
+    whole = "" if row.finish_reason is None else text_of(row, tokenizer)
+    return whole if row.text is None else cast(RowText, row.text).take()
+
+
+def text_of(row: Row, tokenizer: Tokenizer | None) -> str:
+    """The text of a row that has ended, cut at its first stop string; empty if there is no tokenizer."""
+    if row.text is not None:
+        return cast(RowText, row.text).whole()
+    return "" if tokenizer is None else tokenizer.decode(row.output)

@@ -23,7 +23,7 @@ from slipstream.core.rng import key
 from slipstream.core.types import Row
 from slipstream.errors import UsageError, first_line
 from slipstream.sampling.params import SamplingOptions, SamplingParams
-from slipstream.text.detokenizer import VisibleText
+from slipstream.text.detokenizer import read_as_committed
 from slipstream.tokenization.byte_vocabulary import RunningModel
 from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, Tokenizer, TokenizerDetails, check_text
 
@@ -365,12 +365,14 @@ class RequestReader:
         params = self.with_token_ids(params)
         params.check_vocabulary(backend.vocab_size)
         ends = frozenset(() if params.ignore_eos else self.target.end_ids) | frozenset(params.stop_token_ids)
-        watch = self._stop_watch(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        stop = None if watch is None else watch.completes_stop
         # a draft model's own template may have no form for tools, its own variables or a continued answer
         messages = self._messages(prompt, chat) if self.form == PLAIN_CHAT else None
-        row = Row(index, tokens, params, seed, ends, stop, messages=messages)
+        row = Row(index, tokens, params, seed, ends, messages=messages)
+        if params.stop_strings:
+            if self.target.tokenizer is None:
+                raise UsageError(f"stop={list(params.stop_strings)!r} needs a tokenizer; allowed: stop_token_ids")
+            read_as_committed(row, self.target.tokenizer)
         row.prediction = self._prediction(params)
         if params.constraint is not None:
             row.constraint = self.grammars.constraint(params.constraint, ends)
@@ -414,13 +416,6 @@ class RequestReader:
         if not (ids := tokenizer.bare(prediction)):
             raise UsageError(f"prediction={prediction!r:.60} has no tokens; allowed: a text that has some")
         return ids
-
-    def _stop_watch(self, params: SamplingParams) -> VisibleText | None:
-        if not params.stop_strings:
-            return None
-        if self.target.tokenizer is None:
-            raise UsageError(f"stop={list(params.stop_strings)!r} needs a tokenizer; allowed: stop_token_ids")
-        return VisibleText(self.target.tokenizer, params)
 
 
 def further_seeds(seed: int, n: int) -> list[int]:

@@ -16,8 +16,7 @@ from slipstream.checks import counted
 from slipstream.core.rounds import FinishReason, Origin, Round, RowDraft, TokenLogprobs
 from slipstream.core.types import Row
 from slipstream.errors import UsageError, one_line
-from slipstream.sampling.processors import params_of
-from slipstream.text.detokenizer import TokenTexts, VisibleText, visible_text
+from slipstream.text.detokenizer import TokenTexts, new_text, read_as_committed, text_of
 from slipstream.text.round_view import RoundLines, percent, round_lines, to_html
 from slipstream.tokenization.tokenizer import Tokenizer, ToolCall, ToolCallParser
 
@@ -226,9 +225,8 @@ def with_calls(result: Result, tokenizer: Tokenizer | None, tools: Sequence[Mapp
 def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Result:
     """The result of a finished row. lossless: whether it keeps the target's distribution."""
     assert row.finish_reason is not None
-    text = "" if tokenizer is None else visible_text(tokenizer, params_of(row), row.output)
     return Result(
-        text=text,
+        text=text_of(row, tokenizer),
         token_ids=row.output,
         finish_reason=row.finish_reason,
         stats=Stats.of(row.rounds, lossless=lossless),
@@ -361,13 +359,9 @@ class AsyncStream(AsyncIterator[Chunk]):
 
 def chunks_of(row: Row, rounds: Iterable[Round], tokenizer: Tokenizer | None) -> Iterator[Chunk]:
     """A row's rounds as they come, with their text; at the end raises the row's error, if it failed."""
-    text = None if tokenizer is None else VisibleText(tokenizer, params_of(row))
+    read_as_committed(row, tokenizer)
     for round in rounds:
-        piece = ""
-        if text is not None:
-            piece = "".join(map(text.push, round.tokens))
-            piece += text.flush() if round.finish_reason is not None else ""
-        yield Chunk(piece, round.tokens, round.origins, round)
+        yield Chunk(new_text(row, tokenizer), round.tokens, round.origins, round)
     if row.error is not None:
         raise row.error
 

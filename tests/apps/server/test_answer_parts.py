@@ -28,9 +28,7 @@ class Unread(list[Round]):
 
 
 def test_the_usage_of_a_chunk_reads_no_round_again() -> None:
-    choice = ChoiceState(
-        Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0, prediction=(7, 8, 9))), None, True
-    )
+    choice = ChoiceState(Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0, prediction=(7, 8, 9))), True)
     choice.rounds = Unread()
     for step in range(2):
         choice.take(Committed(0, replace(ROUND, step=step, start=3 + 3 * step), 0.0))
@@ -40,7 +38,7 @@ def test_the_usage_of_a_chunk_reads_no_round_again() -> None:
 
 
 def test_running_statistics_equal_those_of_all_rounds() -> None:
-    choice = ChoiceState(Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0)), None, False)
+    choice = ChoiceState(Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0)), False)
     rounds = [replace(ROUND, step=step, num_accepted_tokens=step) for step in range(3)]
     for round in rounds:
         choice.take(Committed(0, round, 0.0))
@@ -50,7 +48,7 @@ def test_running_statistics_equal_those_of_all_rounds() -> None:
 def test_statistics_say_whether_the_rule_is_lossless() -> None:
     job = Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0))
     for lossless in (True, False):
-        assert ChoiceState(job, None, lossless).stats.to_dict()["lossless"] is lossless
+        assert ChoiceState(job, lossless).stats.to_dict()["lossless"] is lossless
 
 
 @pytest.mark.parametrize(

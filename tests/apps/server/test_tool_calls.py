@@ -19,6 +19,7 @@ from slipstream.apps.server.schemas import ChatFields, MessageFields
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 from slipstream.models.toy import ToyTokenizer
+from slipstream.text.detokenizer import new_text, read_as_committed
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support import tiny_models
 from tests.support.markers import subcases
@@ -161,7 +162,8 @@ def written(text: str, cuts: int, reason: str = "stop", **options: Any) -> tuple
     ours = HFTokenizer(tokenizer())
     ids = [*ours.bare(text), *([1] if reason == "stop" else [])]
     fields = ChatFields(messages=[MessageFields(role="user", content="hi")], tools=TOOLS, **options)
-    row = Row(0, ours.bare("u:hi.a:"), SamplingParams(max_tokens=len(ids)), 0)
+    row = Row(0, ours.bare("u:hi.a:"), SamplingParams(max_tokens=len(ids)), 0, frozenset({1}))
+    read_as_committed(row, ours)
     facts = ModelFacts("m", "f", True, lambda round: "none", True, ours)
 
     async def work() -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -169,10 +171,9 @@ def written(text: str, cuts: int, reason: str = "stop", **options: Any) -> tuple
         live.jobs = [Job(live, 0, row)]
         writer, chunks = ChatWriter(live, fields, facts), []
         for at in range(0, len(ids), cuts):
-            part = tuple(ids[at : at + cuts])
-            last: Any = reason if at + cuts >= len(ids) else None
-            round = Round(0, 0, 1, at, (), part, 0, False, last)
-            chunks += [chunk["choices"][0] for chunk in writer.take(Committed(0, round, 0.0))]
+            round = Round(0, 0, 1, at, (), row.commit(ids[at : at + cuts]), 0, False, row.finish_reason)
+            event = Committed(0, round, 0.0, new_text(row, ours))
+            chunks += [chunk["choices"][0] for chunk in writer.take(event)]
         return chunks, writer.whole()["choices"][0]
 
     return asyncio.run(work())

@@ -145,7 +145,7 @@ def _batch(
         name = f"{number + 1}.{k + 1}" if params.n > 1 else f"{number + 1}"
         name += f", seed {row.seed}" if params.temperature else ""
         out.sentence(f"--- {name}: {names[number]}", style="bold")
-        report = _report(decoder, row, params, debug) | {"seed": row.seed}
+        report = _report(decoder, row, debug) | {"seed": row.seed}
         if k:
             results[-1]["alternatives"].append(report)
         else:
@@ -155,14 +155,12 @@ def _batch(
     return results
 
 
-def _report(decoder: SpeculativeDecoder, row: Row, params: SamplingParams, debug: bool) -> dict[str, Any]:
+def _report(decoder: SpeculativeDecoder, row: Row, debug: bool) -> dict[str, Any]:
     """Print a text, whole or not, and why it failed if it did."""
-    from slipstream.text.detokenizer import visible_text
+    from slipstream.text.detokenizer import text_of
     from slipstream.text.results import Stats
 
-    assert decoder.tokenizer is not None
-    ids = [token for round in row.rounds for token in round.tokens]
-    text = visible_text(decoder.tokenizer, params, ids)
+    text = text_of(row, decoder.tokenizer)
     print_text(text)
     _show_rounds(decoder, row.rounds, debug)
     details = _report_logprobs(decoder, row.rounds)
@@ -171,7 +169,7 @@ def _report(decoder: SpeculativeDecoder, row: Row, params: SamplingParams, debug
         err.sentence(f"error: {details['error']}")
     stats = Stats.of(row.rounds, lossless=decoder.lossless)
     reason = row.finish_reason or "interrupted"
-    return {"text": text, "token_ids": ids, "finish_reason": reason, "stats": stats.to_dict()} | details
+    return {"text": text, "token_ids": row.output, "finish_reason": reason, "stats": stats.to_dict()} | details
 
 
 def _run(decoder: SpeculativeDecoder, rows: Sequence[Row]) -> None:

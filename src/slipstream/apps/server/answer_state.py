@@ -19,7 +19,6 @@ from slipstream.core.rounds import MODEL, PREDICTION, RETRIEVAL, FinishReason, R
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.processors import params_of
-from slipstream.text.detokenizer import VisibleText
 from slipstream.text.results import Stats
 from slipstream.tokenization.byte_vocabulary import ReadableAsBytes
 from slipstream.tokenization.tokenizer import Tokenizer
@@ -46,7 +45,6 @@ class ChoiceState:
     """
 
     job: Job
-    tokenizer: Tokenizer | None
     lossless: bool
     rounds: list[Round] = field(default_factory=list)
     text: str = ""
@@ -59,7 +57,6 @@ class ChoiceState:
 
     def __post_init__(self) -> None:
         self._stats = Stats(lossless=self.lossless)
-        self._visible = None if self.tokenizer is None else VisibleText(self.tokenizer, params_of(self.job.row))
 
     @property
     def prompt(self) -> list[int]:
@@ -83,7 +80,7 @@ class ChoiceState:
         if isinstance(event, Committed):
             self.first = self.first or event.time
             self.last = event.time
-            return self._commit(event.round)
+            return self._commit(event.round, event.text)
         if isinstance(event, Started):
             self.cached, self.started = event.cached, event.time
         elif isinstance(event, Scored):
@@ -92,14 +89,10 @@ class ChoiceState:
             return self._end(event)
         return None
 
-    def _commit(self, round: Round) -> Piece | None:
+    def _commit(self, round: Round, text: str) -> Piece | None:
         self.rounds.append(round)
         if round.finish_reason == "error":
             return None  # the end of the job brings the error
-        text = ""
-        if self._visible is not None:
-            text = "".join(map(self._visible.push, round.tokens))
-            text += self._visible.flush() if round.finish_reason is not None else ""
         self.text += text
         self.finish_reason = round.finish_reason
         return Piece(self.job.choice, text, round.tokens, round.logprobs, round, round.finish_reason)

@@ -57,7 +57,7 @@ class AnswerWriter(ABC):
 
     def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
         self.live, self.facts = live, facts
-        self.choices = [ChoiceState(job, facts.tokenizer, facts.lossless) for job in live.jobs]
+        self.choices = [ChoiceState(job, facts.lossless) for job in live.jobs]
         self._n = fields.n or 1
         self._options = fields.stream_options or StreamOptions()
         self._shows_rounds = fields.slipstream is not None and fields.slipstream.rounds

@@ -19,6 +19,7 @@ from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError
+from slipstream.text.detokenizer import new_text
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.prompt_scores import PromptScores
 
@@ -278,7 +279,11 @@ class EngineThread:
             job = self._running.get(round.row)
             if job is None:
                 continue
-            self._add_event(job, Committed(job.choice, round, now))
+            try:
+                self._add_event(job, Committed(job.choice, round, now, new_text(job.row, self._decoder.tokenizer)))
+            except Exception as error:  # from a tokenizer in Python, say
+                self._fail(job, error)
+                continue
             if round.finish_reason is not None:
                 del self._running[round.row]
                 self._end(job, Ended(job.choice, round.finish_reason, now, job.row.error))

@@ -35,11 +35,12 @@ class Scored:
 
 @dataclass(frozen=True)
 class Committed:
-    """A round of a row."""
+    """A round of a row. text: what it adds to the answer; to one that is sent whole, all at the end."""
 
     choice: int
     round: Round
     time: float
+    text: str = ""
 
 
 @dataclass(frozen=True)

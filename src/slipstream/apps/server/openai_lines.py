@@ -28,6 +28,7 @@ from slipstream.errors import UsageError, did_you_mean
 from slipstream.jobs.job_lines import Line
 from slipstream.jobs.job_output import ROW_PREFIX
 from slipstream.jobs.line_formats import JobOptions, seed_of
+from slipstream.text.detokenizer import text_of
 from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.wiring.prompt_scores import PromptScores
 
@@ -48,7 +49,7 @@ class OpenAILines:
 
     def __init__(self, decoder: SpeculativeDecoder, options: JobOptions) -> None:
         self._decoder = decoder
-        self._tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)
+        self.tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)
         self._facts = ModelFacts.of(decoder, options.model_name)
         self._rows = RowMaker.of(decoder, ServerSettings(max_model_len=0))
         self._named = set[str]()  # fields without effect that are in the log already
@@ -58,8 +59,8 @@ class OpenAILines:
         fields = _fields(line)
         check_model(self._facts.name, fields.model)
         live = LiveRequest(str(line.item["url"]), id=digest)
-        writer = writer_of(self._rows, self._facts, live, fields, self._tokenizer)
-        count_unknown_fields(fields, self._tokenizer, self._named)
+        writer = writer_of(self._rows, self._facts, live, fields, self.tokenizer)
+        count_unknown_fields(fields, self.tokenizer, self._named)
         return OpenAIRequest(line, digest, live, writer, self)
 
     def scored(self, row: Row, count: int) -> tuple[TokenLogprobs, ...]:
@@ -121,7 +122,8 @@ class OpenAIRequest:
             events: list[Any] = [Started(job.choice, 0, 0.0)]
             if job.echo is not None:
                 events.append(Scored(job.choice, self.kind.scored(row, job.echo)))
-            events += [Committed(job.choice, round, 0.0) for round in row.rounds]
+            text = text_of(row, self.kind.tokenizer)
+            events += [Committed(job.choice, round, 0.0, text * (round is row.rounds[-1])) for round in row.rounds]
             reason = row.finish_reason or "length"
             for event in [*events, Ended(job.choice, reason, 0.0, row.error)]:
                 self.writer.note(event)

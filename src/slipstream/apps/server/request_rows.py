@@ -41,6 +41,7 @@ from slipstream.constraints.constraint import Constraint
 from slipstream.constraints.grammar_trial import is_small
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError, did_you_mean, first_line
+from slipstream.text.detokenizer import read_as_committed
 from slipstream.text.requests import RequestReader, check_size, further_seeds, texts_shown
 from slipstream.tokenization.tokenizer import CallForm, Tokenizer, ToolCallParser
 
@@ -285,6 +286,8 @@ class RowMaker:
         echo = wanted_logprobs(fields) if isinstance(fields, CompletionFields) and fields.echo else None
         for row in rows:
             row.messages, row.group = prompt.messages, live.group
+            if fields.stream:
+                read_as_committed(row, target.tokenizer)
         limits = next((name for name in LIMITING if getattr(fields, name)), form_field(fields))
         return [Job(live, 0, row, echo, generate=max_tokens > 0, limits=limits) for row in rows]
 

@@ -181,7 +181,7 @@ def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[Pad
     params = [options.params(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     rows = decoder.rows([prompt.tokens for prompt in prompts], params)
     for row, prompt in zip(rows, prompts, strict=True):
-        row.end_ids, row.completes_stop = options.end_ids, options.watch(prompt)
+        row.end_ids, row.find_stop = options.end_ids, options.watch(prompt)
     if streamer is None:
         decoder.decode_rows(rows)
     else:

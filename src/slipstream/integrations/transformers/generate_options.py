@@ -238,11 +238,15 @@ class Watch:
         self._ids = prompt.padding.new_zeros(1, max(max_length, prompt.width + 1))
         self._ids[:, : prompt.width] = torch.cat([prompt.padding, prompt.padding.new_tensor([prompt.tokens])], dim=1)
 
-    def __call__(self, token: int) -> bool:
-        """Whether the row ends with this token."""
-        self._ids[0, self._length] = token
-        self._length += 1
-        return any([self._ask(criterion) for criterion in self._criteria])  # like `generate`, call all of them
+    def __call__(self, tokens: Sequence[int], first: int) -> int | None:
+        """The number of the token with which the row ends; see `Row.find_stop`."""
+        for number, token in enumerate(tokens, 1):
+            self._ids[0, self._length] = token
+            self._length += 1
+            is_over = any([self._ask(criterion) for criterion in self._criteria])  # like `generate`, call all of them
+            if is_over and number >= first:
+                return number
+        return None
 
     def _ask(self, criterion: Criterion) -> bool:
         answer = torch.as_tensor(criterion(self._ids[:, : self._length], None))
