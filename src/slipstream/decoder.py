@@ -221,8 +221,9 @@ class SpeculativeDecoder:
         variables that the template reads, such as {"enable_thinking": False}; and `continue_final_message=True`, with
         which the answer continues the last message.
 
-        Raises `UsageError` for what is not allowed. A row that fails (its own logits processor raises, no token is left
-        to choose) ends alone: in a list its result has finish reason "error" and says why, a single prompt raises.
+        Raises `UsageError` for what is not allowed. A row that fails (its own logits processor raises, or your drafter
+        does, or no token is left to choose) ends alone: in a list its result has finish reason "error" and says why, a
+        single prompt raises.
         """
         prompts, form = read_prompts(prompt), read_form(options)
         results = self._generated(prompts, params_from(params, options), chat, form)

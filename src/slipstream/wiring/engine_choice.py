@@ -13,6 +13,7 @@ from slipstream.constraints.forced_drafts import ForcedDrafts
 from slipstream.core.acceptance import Rule, load_rule, rule_for
 from slipstream.core.interfaces import Drafter, Source
 from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.loop import Engine
 from slipstream.core.types import Draft, Traits
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.costs import CostModel
@@ -23,7 +24,6 @@ from slipstream.errors import UsageError
 from slipstream.models.cpu.compiled_race import race
 from slipstream.sampling.sampler import Sampler
 from slipstream.wiring.draft_check import checked
-from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 
 log = logging.getLogger("slipstream")
@@ -96,11 +96,11 @@ class EngineChoice:
             return isinstance(self.drafter, str) or not self.traits.samples
         return rule_for(self.acceptance, Draft.empty(0, torch.device("cpu"))).coupled
 
-    def engine(self) -> GuardedEngine:
+    def engine(self) -> Engine:
         """The engine: sources, policy and rule, and the grammar of constraints."""
         models, traits, target = self.models, self.traits, self.models.target_session
         planner = self._planner() if self.lengths.kind == "auto" else None
-        return GuardedEngine(
+        return Engine(
             target,
             self._sources(planner),
             make_policy(self.lengths, planner, limit=target.longest_draft),
@@ -110,7 +110,6 @@ class EngineChoice:
             # plain decoding drafts nothing, forced or not
             ForcedDrafts(target) if traits.default_length and self.lengths.count != 0 else None,
             race,
-            sessions=[session for session in (target, models.draft_session) if session is not None],
         )
 
     def _planner(self) -> Planner:
