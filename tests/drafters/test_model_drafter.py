@@ -90,7 +90,8 @@ def test_no_forward_is_made_after_a_draft_has_stopped() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_stopping_early_changes_no_text(temperature: float) -> None:
-    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model:p=50", acceptance="match")
+    settings = {"drafter": "model:p=50", "acceptance": "match", "num_draft_tokens": 6}
+    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), **settings)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
     results = decoder.generate(prompts((4, 20, 9)), params)
     plain = decoder.using("none").generate(prompts((4, 20, 9)), params)

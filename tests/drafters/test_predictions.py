@@ -250,7 +250,7 @@ def test_a_prediction_as_text_needs_a_tokenizer() -> None:
 @pytest.mark.smollm2
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_edit_by_a_real_model_equals_plain_decoding(temperature: float) -> None:
-    decoder = loaded().using("suffix")
+    decoder = loaded().using("suffix", num_draft_tokens=7)
     old = "def area(width, height):\n    result = width * height\n    print(result)\n    return result\n"
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=1, prediction=old)
     prompt = f"Rename `result` to `size` and show the function again.\n\n```python\n{old}```"

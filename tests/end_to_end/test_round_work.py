@@ -17,9 +17,9 @@ PROMPT, COUNT = "the north wind and the sun were disputing which was the stronge
 @pytest.mark.parametrize(
     ("draft", "settings", "most"),
     [
-        (None, {"drafter": "none"}, Work(75, 45, 24, 17)),
-        (None, {"drafter": "ngram", "num_draft_tokens": 7}, Work(110, 60, 26, 17)),
-        ("toy:2", {"drafter": "model", "num_draft_tokens": 4}, Work(160, 90, 26, 17)),
+        (None, {"drafter": "none"}, Work(72, 43, 24, 17)),
+        (None, {"drafter": "ngram", "num_draft_tokens": 7}, Work(106, 59, 26, 17)),
+        ("toy:2", {"drafter": "model", "num_draft_tokens": 4}, Work(230, 130, 27, 21)),
     ],
     ids=["plain", "ngram@7", "model@4"],
 )

@@ -73,7 +73,7 @@ class CompiledGrammar:
 
 
 def lexer_cost(matcher: Any) -> int:
-    """What a matcher's lexer has cost so far; llguidance reports it only with an error, so a copy is made to fail."""
+    """The cost of a matcher's lexer so far; llguidance reports it only with an error, so a copy is made to fail."""
     copy = matcher.deep_copy()
     copy.consume_token(1 << 31)
     cost = LEXER_COST.search(copy.get_error())
@@ -144,7 +144,7 @@ class CompiledGrammars:
 
 
 def _first_problem(new_matcher: Callable[[int], Any], compiled: Any, limits: Limits) -> str:
-    """Why no text of a grammar can begin: llguidance's message, or nothing."""
+    """The reason that no output of a grammar can begin: llguidance's message, or nothing."""
     trial = compiled.deep_copy()
     for _ in range(2):
         trial.compute_bitmask()
@@ -236,7 +236,7 @@ class GrammarState:
         return masks
 
     def _stops_early(self, masks: Bits, draft: Sequence[int]) -> bool:
-        """Whether a draft token was refused that its mask allows: the lexer has stopped."""
+        """True if a draft token was refused that its mask allows: the lexer has stopped."""
         for count, token in enumerate(draft):
             if token in self._model_ends or not masks[count, token // 8] >> (token % 8) & 1:
                 return False
@@ -294,7 +294,7 @@ class _OwnLexer:
         self._begin()
 
     def mask(self, tokens: Sequence[int]) -> Bits | None:
-        """What may follow these tokens: nothing if the row fails; None if an end or an illegal token is among them."""
+        """The tokens that may follow these: none if the row fails; None if an end or an illegal token is among them."""
         while True:
             mask = self._walked(tokens)
             if not self._failure or not self._has_strayed:
@@ -302,7 +302,7 @@ class _OwnLexer:
             self._begin()
 
     def problem(self, tokens: Sequence[int]) -> str | None:
-        """Why nothing may follow these tokens, if the constraint is the reason; else None."""
+        """The reason that nothing may follow these tokens, if it is the constraint; else None."""
         mask = self.mask(tokens)
         if self._failure:
             return self._failure
@@ -343,7 +343,7 @@ class _OwnLexer:
         return self._last
 
     def _next_mask(self, *, has_failed: bool = False) -> Bits:
-        """What may follow what was consumed; if a limit is exceeded, notes the failure and allows nothing."""
+        """The tokens that may follow those consumed; if a limit is exceeded, notes the failure and allows none."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8).copy()
         if self._matcher.is_error():
             self._failure = f"the constraint cannot go on: {reason(self._matcher.get_error())}"
@@ -359,7 +359,7 @@ def _executor() -> Any:
 
 
 class RowConstraint(Protocol):
-    """Which tokens may follow. Every answer is a function of the tokens in the question and of nothing else.
+    """Tells which tokens may follow. An answer is a function of the tokens in the question and of nothing else.
 
     output: tokens after the prompt; draft: tokens after these. V: the target's vocabulary.
     """
@@ -371,13 +371,13 @@ class RowConstraint(Protocol):
         """
 
     def num_legal(self, output: Sequence[int], draft: Sequence[int]) -> int:
-        """How many tokens of the draft may follow the output, up to the first that may not."""
+        """Number of draft tokens that may follow the output, up to the first that may not."""
 
     def forced(self, output: Sequence[int], limit: int) -> list[int]:
         """Up to `limit` tokens that must follow, each being the only one its mask allows; the end may be the last."""
 
     def problem(self, output: Sequence[int]) -> str | None:
-        """Why nothing may follow an output, if the constraint itself is the reason; else None."""
+        """The reason that nothing may follow an output, if it is the constraint itself; else None."""
 
 
 def constraint_of(row: Row) -> RowConstraint | None:

@@ -1,4 +1,4 @@
-"""What a request may demand of its text: `Constraint`, checked when it is made. Needs no PyTorch."""
+"""The form that a request demands of its output: `Constraint`, checked when it is made. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHER_NAMES = {  # of other libraries, and what to write here
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """What the text of a request must be, from its first token to its end; exactly one of the kinds.
+    """The form of a request's output, from its first token to its end; exactly one of the kinds.
 
     json_schema: JSON that is valid by this schema, a dictionary or JSON text.
     json_object: any JSON object.

@@ -33,7 +33,7 @@ ESCAPES = '"\\bfnrt'  # all but \u, by which a key could be written in a second 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a text may cost llguidance, in llguidance's units.
+    """The most that an output may cost llguidance, in llguidance's units.
 
     lexer_cost, lexer_states: of all that a row's lexer has built; a cost of 10 million is about a second and 60 MB.
     step_cost: of one mask of a shared lexer. row_items, step_items: of the parser, in one place and in one step.
@@ -56,7 +56,7 @@ class Limits:
 
     @property
     def unchecked_masks(self) -> int:
-        """How many masks of a shared lexer may go unchecked: they cannot use up half of what a row may use."""
+        """Number of masks of a shared lexer that may go unchecked: they cannot use up half of what a row may use."""
         return self.lexer_cost // (2 * self.step_cost)
 
 
@@ -94,13 +94,13 @@ def json_grammar(schema: str, whitespace: str) -> str:
 
 
 def _allows_further_keys(schema: Mapping[str, Any]) -> bool:
-    """Whether some of an object's keys are declared, and others allowed as well."""
+    """True if some of an object's keys are declared, and others allowed as well."""
     declared = any(schema.get(keyword) for keyword in ("properties", "patternProperties", "required"))
     return declared and schema.get("additionalProperties") is not False
 
 
 def nesting(schema: str) -> int:
-    """How deep the brackets of JSON text are nested."""
+    """Nesting depth of the brackets of JSON text."""
     deepest = depth = 0
     for sign in STRING.sub("", schema):
         depth += (sign in "{[") - (sign in "}]")
@@ -133,7 +133,7 @@ def lark_grammar(text: str, schemas: Mapping[str, str], whitespace: str) -> str:
 
 
 def reason(message: str) -> str:
-    """What a message of llguidance says, as a sentence that follows the constraint's name."""
+    """A message of llguidance, as a sentence that follows the constraint's name."""
     if numbers := re.search(r"row has (\d+) items; max is (\d+)", message):
         return f"it has {numbers[1]} alternatives at one place, more than {numbers[2]}"
     if "ff_tokens" in message:
@@ -158,7 +158,7 @@ def reason(message: str) -> str:
 
 
 def allowed(message: str, kind: str | None = None) -> str:
-    """What is allowed in place of a constraint that llguidance refused with this message."""
+    """The alternatives to a constraint that llguidance refused with this message."""
     if "NoExtension" in message or "Unsatisfiable" in message:
         return "one that some text satisfies"
     if re.search(REGEX_ERROR, message) or "lookarounds not supported" in message:

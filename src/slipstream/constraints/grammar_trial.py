@@ -65,7 +65,7 @@ def check_grammar(kind: str, grammar: str, expression: str) -> Trial:
 
 
 def is_small(kind: str, expression: str) -> bool:
-    """Whether a grammar is compiled in milliseconds for certain."""
+    """True if a grammar is compiled in milliseconds for certain."""
     return len(expression) <= SMALL and not MULTIPLIES[kind].search(expression)
 
 

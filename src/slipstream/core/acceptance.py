@@ -25,7 +25,7 @@ from slipstream.errors import UsageError
 
 @dataclass(frozen=True)
 class Distributions:
-    """What a rule returns. keep: [B, K + 1] float64, the probability that exactly i draft tokens are accepted.
+    """The result of a rule. keep: [B, K + 1] float64, the probability that exactly i draft tokens are accepted.
 
     next_token: maps the number accepted [B] to the distribution of the token that follows them [B, V].
     """
@@ -47,7 +47,7 @@ class Rule:
 
     @property
     def coupled(self) -> bool:
-        """Whether every committed token is the target's own choice, so that seeded text is the same for any drafter."""
+        """True if every committed token is the target's own choice, so that a seed has one output for any drafter."""
         return self.distributions is None
 
 

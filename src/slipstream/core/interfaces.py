@@ -112,8 +112,7 @@ class Learner(Protocol):
 class DraftScorer(Protocol):
     """A draft model and its KV cache: the part of `Session` that drafters use."""
 
-    @property
-    def backend(self) -> Backend: ...
+    backend: Backend
 
     def begin(self, width: int) -> int:
         """Prepare for a draft of `width` tokens; returns the most tokens that it may have."""
@@ -150,7 +149,7 @@ class Policy(Protocol):
         """Learn from the newest round of each row (`row.rounds[-1]`); called once after every round."""
 
     def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
-        """How many tokens to ask a source for, per row, at most room[i]; 0 keeps the row's `draft`.
+        """Number of tokens to ask a source for, per row, at most room[i]; 0 keeps the row's `draft`.
 
         draft: what the sources before this one propose.
         """
@@ -159,11 +158,11 @@ class Policy(Protocol):
         """The draft, cut where verifying more is not expected to pay."""
 
     def expects_drafts(self, row: Row) -> bool:
-        """Whether a draft model is expected to draft for a row, so that it is worth reading its prompt ahead."""
+        """True if a draft model is expected to draft for a row, so that reading its prompt ahead pays."""
 
 
 class Grammar(Protocol):
-    """What constraints say about drafts; see `slipstream.constraints`."""
+    """The part of constraints that drafts need; see `slipstream.constraints`."""
 
     def forced(self, rows: Sequence[Row]) -> list[list[int]]:
         """Per row, the tokens that come next because no other is legal."""
@@ -251,7 +250,7 @@ class AttendedLengths(Protocol):
     attended_lengths: tuple[int, ...]
 
     def attended_length_agrees(self, widths: Sequence[int], length: int, full_length: int) -> bool:
-        """Whether forwards of these widths, and of prompts, give the same bits whichever length attention reads."""
+        """True if forwards of these widths, and of prompts, give the same bits whichever length attention reads."""
 
 
 @runtime_checkable

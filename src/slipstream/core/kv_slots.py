@@ -1,4 +1,4 @@
-"""Keeps track of what each slot of a KV cache holds: assigns slots, reads prompts, reuses prefixes, moves branches.
+"""Tracks the content of each KV cache slot: assigns slots, reads prompts, moves branches, and is the prefix cache.
 
 Committed tokens are the only truth. A slot caches a prefix of them, and after it leftovers of rejected drafts, which
 the next forward overwrites. SLIPSTREAM_DEBUG=1 checks the ids at each write.
@@ -26,22 +26,16 @@ CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on t
 
 @dataclass(frozen=True)
 class Shapes:
-    """Which forward shapes are allowed.
+    """The forward shapes that are allowed."""
 
-    A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a ragged one
-    to the next of `totals`. A prompt is cut into `chunk`s. Attention reads the next of `attended_lengths` or,
-    beyond them, a multiple of `attended_unit`. The cached beginning of another row is reused in multiples of `reuse`.
-    token_by_token: each draft token is verified in a forward of its own, as plain decoding would compute it.
-    """
-
-    widths: tuple[int, ...]
-    chunk: int
-    attended_unit: int = 256
-    reuse: int = 1
-    alone: tuple[int, ...] = ()
-    attended_lengths: tuple[int, ...] = ()
-    totals: tuple[int, ...] = ()
-    token_by_token: bool = False
+    widths: tuple[int, ...]  # a forward is padded to the next of these; empty: any width is allowed
+    chunk: int  # tokens; a prompt is cut into pieces of this size
+    attended_unit: int = 256  # beyond `attended_lengths`, attention reads a multiple of this
+    reuse: int = 1  # a common prefix with another row is reused in multiples of this
+    alone: tuple[int, ...] = ()  # the widths of a single row, if they differ
+    attended_lengths: tuple[int, ...] = ()  # attention reads the next of these
+    totals: tuple[int, ...] = ()  # a ragged forward is padded to the next of these
+    token_by_token: bool = False  # each draft token is verified in a forward of its own, as plain decoding computes it
 
     def prompt_width_for(self, length: int) -> int:
         """The width of a prompt's last chunk: depends on its length alone, and takes few values."""
@@ -76,26 +70,20 @@ EXACT_FIT = Shapes(widths=(), chunk=512, attended_lengths=tuple(range(64, 2049, 
 
 @dataclass
 class SlotState:
-    """What one slot of the KV cache holds: `base` committed tokens of `row`, then draft tokens up to `written`.
-
-    round: the number of the row's round that drafted them; once it is committed, it tells which of them were accepted.
-    branches: how many nodes of a draft tree are stored after them, at places that are not their positions.
-    shapes: those of the forwards that filled the slot. is_long: whether these read the text as a long one (see
-    `LongTexts`); begins_short: whether they read its beginning as a short one, before it became long.
-    """
+    """The content of one slot of the KV cache."""
 
     row: Row | None = None
-    base: int = 0
-    written: int = 0
-    round: int = 0
-    shapes: Shapes = EXACT_FIT
-    branches: int = 0
-    is_long: bool = False
-    begins_short: bool = False
+    base: int = 0  # committed tokens of `row`
+    written: int = 0  # the position up to which draft tokens follow them
+    round: int = 0  # number of the row's round that drafted them; once committed, it tells which were accepted
+    shapes: Shapes = EXACT_FIT  # of the forwards that filled the slot
+    branches: int = 0  # nodes of a draft tree that are stored after them, at places that are not their positions
+    is_long: bool = False  # the forwards read the text as a long one (see `LongTexts`)
+    begins_short: bool = False  # they read its beginning as a short one, before it became long
 
     @property
     def is_idle(self) -> bool:
-        """Whether no row is being decoded here."""
+        """True if no row is being decoded here."""
         return self.row is None or self.row.finish_reason is not None
 
     @property
@@ -104,7 +92,7 @@ class SlotState:
         return self.row.rounds[-1].step if self.row is not None and self.row.rounds else -1
 
     def valid(self, row: Row) -> int:
-        """How many leading tokens of `row` the slot holds."""
+        """Number of leading tokens of `row` that the slot holds."""
         if self.row is None:
             return 0
         num_true = max(self.base, min(self.written, self.row.true_length(self.round, self.base)))
@@ -115,7 +103,7 @@ class SlotState:
 
 
 def common_beginning(first: Sequence[int], second: Sequence[int], limit: int) -> int:
-    """How many of the first `limit` tokens are the same in both; found by bisection, which compares whole slices."""
+    """Length of the common prefix, at most `limit`; found by bisection, which compares whole slices."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -186,16 +174,16 @@ class SlotTable:
 
     @property
     def returns_prompt_logits(self) -> bool:
-        """Whether the forwards that read a new prompt can return the logits after it."""
+        """True if the forwards that read a new prompt can return the logits after it."""
         return self.shapes.reuse == 1 and self._has_prompt_logits
 
     def is_far_behind(self, slot: int, row: Row) -> bool:
-        """Whether a slot lacks so many of a row's tokens that they are read in forwards of their own first."""
+        """True if a slot lacks so many of a row's tokens that they are read in forwards of their own first."""
         base = self.states[slot].base
         return base == 0 or len(row.tokens) - base > CATCH_UP
 
     def num_missing(self, slot: int, row: Row) -> int:
-        """How many committed tokens of a row the next scoring forward is fed in front of its draft; an upper bound."""
+        """Upper bound on the committed tokens of a row that the next scoring forward is fed before its draft."""
         state = self.states[slot]
         return max(1, len(row.tokens) - state.base) if state.row is row else CATCH_UP
 
@@ -228,7 +216,7 @@ class SlotTable:
         self.note_read(slot, len(chunk))
 
     def note_read(self, slot: int, count: int) -> None:
-        """Note that a slot holds `count` more tokens of its row."""
+        """Advance a slot by `count` cached tokens."""
         state = self.states[slot]
         state.base = state.written = state.base + count
         self.prefill_tokens += count
@@ -242,7 +230,7 @@ class SlotTable:
         return logits[:, min(last, width - 1), None]
 
     def assign_slot(self, slot: int, row: Row) -> None:
-        """Give a slot to a row, with what is cached of it: copied from the slot that holds most.
+        """Assign a slot to a row, copying the longest reusable prefix from any slot.
 
         Rows of a batch only ever move to lower slots, so a slot is never overwritten before it has been copied.
         """
@@ -283,7 +271,7 @@ class SlotTable:
             self.copy(slot, place, kept)
 
     def _keep_value(self, slot: int, entering: Row) -> int:
-        """How much an idle slot is worth keeping: more the later it was used; 0 if no later request could reuse it."""
+        """Value of keeping an idle slot: higher the later it was used; 0 if no later request could reuse it."""
         state = self.states[slot]
         if state.row is None or not state.is_idle:  # in use, or its row was abandoned before it ended
             return 0
@@ -327,11 +315,11 @@ class SlotTable:
             self._checkpoints.mark_final(slot, position)
 
     def is_long(self, row: Row) -> bool:
-        """Whether the model reads a row's text as long ones are read."""
+        """True if the model reads a row's text as it reads long ones."""
         return self.longest_short is not None and len(row.tokens) > self.longest_short
 
     def _still_holds(self, state: SlotState, row: Row) -> bool:
-        """Whether a row's cache is still valid: a text that has become long may have to be read again."""
+        """True if a row's cache is still valid: a text that has become long may have to be read again."""
         is_long = self.is_long(row)
         if state.is_long == is_long:
             return True
@@ -345,7 +333,7 @@ class SlotTable:
         return is_long
 
     def reusable_prefix(self, slot: int, row: Row) -> int:
-        """How many leading tokens of a row that enters may be copied from a slot."""
+        """Number of leading tokens of an entering row that may be copied from a slot."""
         state = self.states[slot]
         owner, count = state.row, self.checkpoint(slot, state.valid(row))
         if owner is row:

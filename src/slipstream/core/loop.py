@@ -85,7 +85,7 @@ class Engine:
         return rounds
 
     def _draft(self, batch: Batch) -> Draft:
-        """What to verify: the tokens that a constraint forces, and the best that the sources propose after them."""
+        """The draft to verify: tokens that a constraint forces, and the best that the sources propose after them."""
         rows, draft = batch.rows, Draft.empty(len(batch.rows), self.target.backend.device)
         sources = [source for source in self.sources if batch.has_predictions or not source.of_predictions]
         forced = self.grammar.forced(rows) if self.grammar is not None and batch.has_constraints else None
@@ -116,7 +116,7 @@ class Engine:
         return tree if batch.sampler.branching and self.target.fits_tree(rows, tree) else main_chain(tree)
 
     def _room(self, rows: Sequence[Row], forced: Sequence[Sequence[int]] | None) -> list[int]:
-        """How many tokens each row may draft: one less than it may still commit, as a round adds the target's own.
+        """Most tokens that each row may draft: one less than it may still commit, as a round adds the target's own.
 
         The row's own `num_draft_tokens`, the target's forward shapes and forced tokens limit it too. 0 in a first round
         whose token comes from the prompt's logits.
@@ -156,14 +156,14 @@ class Engine:
             self.draft_session.read_ahead(read, budget)
 
     def has_read(self, row: Row, running: Sequence[Row]) -> bool:
-        """Whether every model that needs a new row's prompt has read it but for its last token."""
+        """True if every model that needs a new row's prompt has read it except for its last token."""
         draft = self.draft_session
         if draft is not None and self._model_reads(row, running) and not draft.has_read(row):
             return False
         return self.target.has_read(row)
 
     def _model_reads(self, row: Row, running: Sequence[Row]) -> bool:
-        """Whether the draft model will read a new row: it finishes what it began, and reads all rows of a batch."""
+        """True if the draft model will read a new row: it finishes what it began, and reads all rows of a batch."""
         has_begun = self.draft_session is not None and self.draft_session.holds(row)
         return has_begun or any(map(self._expects_drafts, (row, *running)))
 
@@ -181,7 +181,7 @@ class Times(NamedTuple):
     verified: float
 
     def seconds(self, accepted: float, committed: float) -> Seconds:
-        """How long each part took, and the whole."""
+        """The time that each part took, and the whole step."""
         return Seconds(
             self.prefilled - self.started,
             self.drafted - self.prefilled,
@@ -279,7 +279,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """What became of one row's draft, on the host."""
+    """The verdict on one row's draft, on the host."""
 
     num_accepted: int
     next_token: int
@@ -309,7 +309,7 @@ class RowOutcome:
 
     @property
     def has_unaccepted_tail(self) -> bool:
-        """Whether a draft token could have followed the accepted ones."""
+        """True if a draft token follows the accepted ones, so that the next token replaces it."""
         if self.parents is None or self.path is None:
             return self.num_accepted < len(self.draft)
         return (self.path[-1] if self.path else -1) in self.parents

@@ -38,7 +38,7 @@ Words = NDArray[np.uint64]
 
 
 class Stream(IntEnum):
-    """What a random number decides; numbers of different streams are independent."""
+    """The decision that a random number is for; numbers of different streams are independent."""
 
     TOKEN = 1  # the token at a position
     DRAFT = 2  # a draft model's own draw
@@ -82,7 +82,7 @@ def uniform(bits: int) -> float:
 
 @dataclass(frozen=True)
 class WarpOptions:
-    """What shapes a distribution after the logits processors; temperature > 0, the others as in `SamplingParams`."""
+    """Options that shape a distribution after the logits processors: temperature > 0, others as in `SamplingParams`."""
 
     temperature: float
     top_k: int = 0
@@ -91,7 +91,7 @@ class WarpOptions:
 
     @property
     def removes_tokens(self) -> bool:
-        """Whether tokens lose all probability because others are likelier."""
+        """True if tokens lose all probability because others are likelier."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 

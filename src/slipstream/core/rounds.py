@@ -15,7 +15,7 @@ Origin = Literal["accepted", "forced", "recovered", "bonus", "plain"]
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long the parts of one step took. On a GPU the parts only measure issuing the work; the total is exact."""
+    """Seconds that the parts of one step took. On a GPU the parts only measure issuing the work; the total is exact."""
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -46,22 +46,18 @@ PREDICTION, MODEL, RETRIEVAL = "prediction", "model", "retrieval"
 
 @dataclass(frozen=True)
 class RowDraft:
-    """Where one row's draft comes from, and what its source reports about it.
+    """The origin of one row's draft, and what its source reports about it.
 
-    source: one of those above; "" if the decoder's drafter does not name one.
-    acceptance_probs: the probability that the first 1, 2, ... tokens are all accepted; for a tree, that each node and
-    its path are; None where the source cannot tell. A draft that has them may be cut before it is verified, so its
-    tokens must not have been sampled.
-    kinds: the kind of each token that the source proposed (see `acceptance_model`), which are the first of the main
-    chain. runners_up: for each of them, the next best token and its kind.
-    forced: how many of the first and of the last tokens a constraint forces; no source proposed them.
+    A draft with acceptance probabilities may be cut before it is verified, so its tokens must not have been sampled.
     """
 
-    source: str = ""
+    source: str = ""  # one of those above; "" if the drafter does not name one
+    # the probability that the first 1, 2, ... tokens are all accepted; for a tree, that each node and its path are;
+    # None where the source cannot tell
     acceptance_probs: Sequence[float] | None = None
-    kinds: tuple[int, ...] = ()
-    runners_up: tuple[tuple[int, int], ...] = ()
-    forced: tuple[int, int] = (0, 0)
+    kinds: tuple[int, ...] = ()  # of the proposed tokens, the first of the main chain; see `acceptance_model`
+    runners_up: tuple[tuple[int, int], ...] = ()  # for each of them, the next best token and its kind
+    forced: tuple[int, int] = (0, 0)  # number of first and of last tokens that a constraint forces
 
     def cut(self, length: int) -> RowDraft:
         """The record of a draft that is cut to its first `length` tokens."""
@@ -70,36 +66,29 @@ class RowDraft:
 
 @dataclass(frozen=True)
 class Round:
-    """One row's share of one propose-verify-accept-commit cycle, on the host.
-
-    `tokens` were committed at position `start` (counted from the first prompt token); the first
-    `num_accepted_tokens` of them came from `draft`. `step` numbers the target forward that the rows of a batch
-    share; the seconds and the draft model's forwards are those of that whole step. origin: where the draft came from.
-    logprobs: of each of `tokens`, if the request asks for them. parents: of a tree, for each draft token the number of
-    the one it follows, the main chain first; path: the numbers of the accepted ones. Both None for a chain.
-    num_prediction_tokens: how many of the draft's first tokens are the request's prediction; None if it has none.
-    """
+    """One row's share of one draft-verify-accept-commit cycle, on the host."""
 
     row: int
-    step: int
-    num_rows: int
-    start: int
+    step: int  # numbers the forward pass of the target that the rows of a batch share
+    num_rows: int  # in that batch
+    start: int  # position of the first committed token, counted from the first prompt token
     draft: tuple[int, ...]
-    tokens: tuple[int, ...]
-    num_accepted_tokens: int
-    rejected: bool
+    tokens: tuple[int, ...]  # committed in this round
+    num_accepted_tokens: int  # the first of `tokens`, which came from `draft`
+    rejected: bool  # the token after them replaces a draft token
     finish_reason: FinishReason | None = None
-    seconds: Seconds = field(default_factory=lambda: Seconds())
-    num_draft_steps: int = 0
+    seconds: Seconds = field(default_factory=lambda: Seconds())  # of the whole step
+    num_draft_steps: int = 0  # forward passes of the draft model in the whole step
     origin: RowDraft = field(default=RowDraft(), compare=False, repr=False)
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of each of `tokens`, if the request asks for them
+    # of a tree, None for a chain: for each draft token the number of the one it follows, the main chain first
     parents: tuple[int, ...] | None = None
-    path: tuple[int, ...] | None = None
-    num_prediction_tokens: int | None = None
+    path: tuple[int, ...] | None = None  # of a tree: the numbers of the accepted draft tokens
+    num_prediction_tokens: int | None = None  # drafted from the request's prediction; None if it has none
 
     @property
     def forced(self) -> tuple[int, int]:
-        """How many of the draft's first and of its last tokens a constraint forced; no drafter proposed them."""
+        """Number of the draft's first and of its last tokens that a constraint forced; no drafter proposed them."""
         return self.origin.forced
 
     @property
@@ -136,7 +125,7 @@ class Round:
 
     @property
     def num_accepted_on_chain(self) -> int:
-        """How many accepted tokens are on the main chain, from its beginning on."""
+        """Number of accepted tokens on the main chain, from its beginning on."""
         return self.num_accepted_tokens if self.path is None else num_consecutive(self.path)
 
     @property
@@ -146,7 +135,7 @@ class Round:
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Where each committed token came from."""
+        """The origin of each committed token."""
         last: Origin = "recovered" if self.rejected else "bonus" if self.draft else "plain"
         extra = len(self.tokens) - self.num_accepted_tokens
         before, end = self.forced[0], len(self.draft) - self.forced[1]
@@ -157,17 +146,17 @@ class Round:
 
 
 def num_consecutive(numbers: Sequence[int], first: int = 0) -> int:
-    """How many numbers at the beginning are first, first + 1, ..."""
+    """Length of the longest beginning that counts up: first, first + 1, ..."""
     return next((i for i, number in enumerate(numbers) if number != first + i), len(numbers))
 
 
 def chain_end(parents: Sequence[int]) -> int:
-    """How many nodes the main chain of an arranged tree has: the first follows -1, each other the one before it."""
+    """Number of nodes in the main chain of an arranged tree: the first follows -1, each other the one before it."""
     return num_consecutive(parents, -1)
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """How many nodes of an arranged tree are between the root and each node."""
+    """For each node of an arranged tree, the number of nodes between it and the root."""
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)

@@ -59,7 +59,7 @@ class Scheduler:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a row is waiting or being decoded."""
+        """True if a row is waiting or being decoded."""
         with self._lock():
             places = (self._running, self._reading, self._waiting)
             return any(row.finish_reason is None for rows in places for row in rows)
@@ -131,7 +131,7 @@ class Scheduler:
             self._room -= 0 if delays else row.prompt_length
 
     def _is_short(self, row: Row) -> bool:
-        """Whether the current step can read the row's whole prompt, besides those of the rows it has admitted."""
+        """True if the current step can read the row's whole prompt in addition to those of the rows it has admitted."""
         return row.prompt_length <= self._room
 
     def _read_ahead(self) -> None:

@@ -31,13 +31,9 @@ class Session(DraftScorer):
     """
 
     def __init__(self, backend: Backend, shapes: Shapes = EXACT_FIT, layout: BatchLayout | None = None) -> None:
-        self.table = SlotTable(backend, shapes)
+        self.backend, self.table = backend, SlotTable(backend, shapes)
         self.layout = Rectangle() if layout is None else layout
         self._trees = backend if isinstance(backend, TreeForwards) else None
-
-    @property
-    def backend(self) -> Backend:
-        return self.table.backend
 
     @property
     def shapes(self) -> Shapes:
@@ -55,7 +51,7 @@ class Session(DraftScorer):
 
     @property
     def returns_prompt_logits(self) -> bool:
-        """Whether the forwards that read a new prompt can return the logits after it."""
+        """True if the forwards that read a new prompt can return the logits after it."""
         return self.table.returns_prompt_logits
 
     @property
@@ -106,12 +102,12 @@ class Session(DraftScorer):
                 room -= table.prefill_tokens - before
 
     def has_read(self, row: Row, slot: int | None = None) -> bool:
-        """Whether a row's prompt is cached except for its last token. slot: where; None for any slot."""
+        """True if a row's prompt is cached, except for its last token, in a slot; None: in any slot."""
         states = self.slot_states if slot is None else [self.slot_states[slot]]
         return any(state.row is row and state.base >= len(row.tokens) - 1 for state in states)
 
     def holds(self, row: Row) -> bool:
-        """Whether a slot is the row's, with some of it cached."""
+        """True if any token of this row is cached."""
         return any(state.row is row and state.base > 0 for state in self.slot_states)
 
     def move_to_slots(self, rows: Sequence[Row]) -> None:
@@ -149,12 +145,12 @@ class Session(DraftScorer):
 
     @property
     def branches(self) -> bool:
-        """Whether trees can be verified, if they are small enough."""
+        """True if trees can be verified, if they are small enough."""
         trees = self._trees
         return trees is not None and trees.branching and (trees.flat or not self.shapes.widths)
 
     def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
-        """Whether the forward of an arranged tree keeps to the allowed shapes."""
+        """True if the forward of an arranged tree keeps to the allowed shapes."""
         missing = sum(self.table.num_missing(slot, row) for slot, row in enumerate(rows))
         return self.branches and self.shapes.tree_total_for(sum(draft.lengths) + missing, len(rows)) is not None
 
@@ -252,18 +248,13 @@ class Session(DraftScorer):
 
 @dataclass(frozen=True)
 class InputBatch:
-    """The tokens of some rows, up to the ends of their drafts, that the KV cache lacks.
+    """The tokens of some rows, up to the ends of their drafts, that the KV cache lacks."""
 
-    missing[i]: committed tokens, to be written from position starts[i] on. After them come the draft's columns, of
-    which there are `drafted`, without the first fed[i], which are cached. width: of a forward in which all rows take
-    as many tokens, padding included.
-    """
-
-    starts: list[int]
-    missing: list[list[int]]
-    fed: list[int]
-    drafted: int
-    width: int
+    starts: list[int]  # the position from which each row's tokens are written
+    missing: list[list[int]]  # committed tokens of each row
+    fed: list[int]  # of the draft's columns that follow, the first that are cached already
+    drafted: int  # columns of the draft
+    width: int  # of a forward in which all rows take as many tokens, padding included
 
     @property
     def counts(self) -> list[int]:
@@ -297,7 +288,7 @@ class InputBatch:
 
 
 class BatchLayout(Protocol):
-    """How rows of different lengths share a forward."""
+    """A way for rows of different lengths to share a forward."""
 
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
         """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded."""
@@ -357,10 +348,10 @@ class PromptReader(Protocol):
         """Read prompts of rows that are not in a batch yet."""
 
     def has_read(self, row: Row) -> bool:
-        """Whether a row's prompt is cached but for its last token."""
+        """True if a row's prompt is cached except for its last token."""
 
     def holds(self, row: Row) -> bool:
-        """Whether a slot is the row's, with some of it cached."""
+        """True if any token of this row is cached."""
 
     def forget_round(self) -> None:
         """Count only committed tokens as cached, after a round that was interrupted before its commit."""

@@ -22,17 +22,15 @@ from slipstream.errors import UsageError
 
 @dataclass(frozen=True)
 class TreeSegment:
-    """Tokens of a row that follow each other: `count` of them, in `slot` at positions from `start` on.
-
-    place: where the first one's keys and values are written, the others after it: at `start`, or after the row's other
-    tokens. detour: the places of those positions just before `start` that are not stored where they belong.
-    """
+    """Tokens of a row that follow each other."""
 
     slot: int
-    start: int
+    start: int  # position of the first one
     count: int
-    place: int
-    detour: tuple[int, ...] = ()
+    place: (
+        int  # where its keys and values are written, the others after it: at `start`, or after the row's other tokens
+    )
+    detour: tuple[int, ...] = ()  # places of the positions just before `start` that are not stored where they belong
 
 
 @runtime_checkable
@@ -78,7 +76,7 @@ def main_chain(draft: Draft) -> Draft:
 
 
 def chain_lengths(draft: Draft) -> tuple[int, ...]:
-    """How many nodes of each row's arranged draft are its main chain."""
+    """Number of nodes in the main chain of each row's arranged draft."""
     if draft.parents is None:
         return draft.lengths
     return tuple(map(chain_end, draft.parents))

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class RequestOptions(Protocol):
-    """What the loop reads of a request's options; `SamplingParams` has these and more."""
+    """The part of a request's options that the loop reads; `SamplingParams` has these and more."""
 
     @property
     def temperature(self) -> float:
@@ -40,28 +40,21 @@ class RequestOptions(Protocol):
 
     @property
     def logprobs(self) -> int | None:
-        """How many log-probabilities to report per token besides its own; None to report none, not even its own."""
+        """Number of log-probabilities to report per token besides its own; None to report none, not even its own."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens and the distribution they were sampled from.
+    """Proposed tokens and the distribution they were sampled from."""
 
-    tokens: [B, K] int64; row i proposes its first `lengths[i]` columns, the rest is padding.
-    lengths: one int per row, 0 <= length <= K. They are chosen on the host, so they stay there.
-    probs: [B, K, V], the distribution each token was sampled from, or None if it is one-hot.
-    steps: how many forwards of a draft model it took.
-    parents: of a tree, for each token of a row the number of the one it follows, -1 for the committed text; None for
-    chains. The first child of a token continues the chain. Trees are one-hot, verified by `match`.
-    rows: one record per row; empty if nothing is known about the draft.
-    """
-
-    tokens: Tensor
-    lengths: tuple[int, ...]
-    probs: Tensor | None = None
-    steps: int = 0
+    tokens: Tensor  # [B, K] int64; row i proposes its first `lengths[i]` columns, the rest is padding
+    lengths: tuple[int, ...]  # of each row, 0 to K; they are chosen on the host, so they stay there
+    probs: Tensor | None = None  # [B, K, V] the distribution each token was sampled from; None: one-hot
+    steps: int = 0  # forward passes of a draft model that it took
+    # of a tree, None for chains: for each token of a row the number of the one it follows, -1 for the committed tokens;
+    # the first child of a token continues the chain; trees are one-hot, verified by `match`
     parents: tuple[tuple[int, ...], ...] | None = None
-    rows: tuple[RowDraft, ...] = ()
+    rows: tuple[RowDraft, ...] = ()  # one record per row; empty if nothing is known about the draft
 
     @property
     def width(self) -> int:
@@ -162,14 +155,11 @@ def _widened_probs(draft: Draft, width: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The target's decision on a draft. accepted: [B] how many tokens; next_token: [B] the one that follows them.
+    """The target's decision on a draft."""
 
-    path: [B, K], for a tree: the numbers of the accepted tokens, the first accepted[i] of row i; the rest is padding.
-    """
-
-    accepted: Tensor
-    next_token: Tensor
-    path: Tensor | None = None
+    accepted: Tensor  # [B] number of accepted tokens
+    next_token: Tensor  # [B] the token that follows them
+    path: Tensor | None = None  # [B, K], for a tree: numbers of the accepted tokens, accepted[i] of row i, then padding
 
 
 @dataclass(eq=False)
@@ -213,12 +203,12 @@ class Row:
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens were generated."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def remaining(self) -> int:
-        """How many more tokens the row may generate."""
+        """Number of tokens that the row may still generate."""
         return self.params.max_tokens - self.num_output_tokens
 
     def fail(self, error: Exception) -> None:
@@ -245,7 +235,7 @@ class Row:
         return tuple(self.tokens[begin:])
 
     def true_length(self, round_index: int, base: int) -> int:
-        """How many leading tokens are committed by now of a cache that was filled with the text and the round's draft.
+        """Number of leading tokens committed by now in a cache that was filled with the row and the round's draft.
 
         base: how many were committed before that round; the result, if the round was interrupted before its commit.
         """
@@ -257,33 +247,23 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a drafter declares about itself; `auto`, `--help`, the bench and the tests go by this alone.
+    """A drafter's declaration of its properties; `auto`, `--help`, the bench and the tests go by this alone."""
 
-    samples: under rules other than `match`, it samples drafts for sampled rows from a distribution of its own
-    (`Draft.probs`). Under `match`, and for our own drafters under `auto` (`Setup.coupled`), every draft is one-hot.
-    needs_forwards: each drafted token takes a forward of a model; else drafts cost nothing but their verification.
-    has_own_cache: it has a KV cache of its own that must read a text before the first draft.
-    default_length: tokens per round where neither the user nor measured costs say how many.
-    preference: `auto` takes the drafter of the highest preference whose needs are met; 0 is never taken.
-    needs_draft_model, needs_cost_model: what `auto` must have before it takes the drafter. A drafter that needs costs
-    asks the planner itself.
-    branches: it proposes tokens beside those of its chains, where trees are verified.
-    other_vocabulary: it is for draft models of another vocabulary; the drafter `model` becomes this one for them.
-    in_other_engines: inference engines have it too, so `tune` compares it, and says how to set it there.
-    reads_predictions: it drafts from the predictions of requests itself.
-    """
-
+    # under rules other than `match`, it samples drafts for sampled rows from a distribution of its own (`Draft.probs`);
+    # under `match`, and for our own drafters under `auto` (`Setup.coupled`), every draft is one-hot
     samples: bool = True
-    needs_forwards: bool = True
-    has_own_cache: bool = False
-    default_length: int = 5
-    preference: int = 0
-    needs_draft_model: bool = False
-    needs_cost_model: bool = False
-    branches: bool = False
-    other_vocabulary: bool = False
-    in_other_engines: bool = False
-    reads_predictions: bool = False
+    needs_forwards: bool = (
+        True  # each drafted token takes a forward of a model; else a draft costs its verification only
+    )
+    has_own_cache: bool = False  # it has a KV cache of its own that must read a text before the first draft
+    default_length: int = 5  # tokens per round where neither the user nor measured costs say how many
+    preference: int = 0  # `auto` takes the drafter of the highest one whose needs are met; 0 is never taken
+    needs_draft_model: bool = False  # `auto` takes it only with a draft model
+    needs_cost_model: bool = False  # `auto` takes it only where costs are known
+    branches: bool = False  # it proposes alternatives to the tokens of its chains, where trees are verified
+    other_vocabulary: bool = False  # for draft models of another vocabulary: `model` becomes this drafter for them
+    in_other_engines: bool = False  # inference engines have it too: `tune` compares it, and says how to set it there
+    reads_predictions: bool = False  # it drafts from the predictions of requests itself
 
 
 @runtime_checkable
@@ -292,4 +272,4 @@ class Declared(Protocol):
 
     @property
     def traits(self) -> Traits:
-        """What it declares about itself."""
+        """Its properties."""

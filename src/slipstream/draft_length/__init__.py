@@ -1,1 +1,1 @@
-"""How many tokens to draft: policies, the costs of rounds, the acceptance of drafts."""
+"""The choice of draft lengths: policies, the costs of rounds, the acceptance of drafts."""

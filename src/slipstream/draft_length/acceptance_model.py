@@ -1,4 +1,4 @@
-"""How likely draft tokens are to be accepted, by their kind and by what the row has shown so far.
+"""The acceptance probability of draft tokens, by their kind and by what the row has shown so far.
 
 A token's kind is what its drafter can tell before the target verifies it: how long the match was, the draft model's
 probability, or the token's position in the draft. This module knows no drafter and no model.
@@ -152,7 +152,7 @@ class ModelDrafts:
 
 
 class Positions:
-    """How likely tokens are to be accepted by their positions alone, for drafters that report nothing else."""
+    """Acceptance probabilities by position alone, for drafters that report nothing else."""
 
     def __init__(self, longest: int) -> None:
         # a position is a weak hint, so a row's own results soon outweigh it

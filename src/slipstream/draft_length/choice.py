@@ -21,17 +21,12 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class LengthChoice:
-    """What `num_draft_tokens` asks for, parsed.
-
-    count: the tokens of "fixed", or the upper limit of "heuristic" if the user set one. confidence: the probability
-    below which a draft model stops, else 0. siblings: for a tree "DEPTHxWIDTH", the tokens beside each of its chain,
-    which `count` includes; -1 for as many as pay.
-    """
+    """The setting `num_draft_tokens`, parsed."""
 
     kind: Literal["auto", "fixed", "heuristic", "confidence"]
-    count: int | None = None
-    confidence: float = 0.0
-    siblings: int = 0
+    count: int | None = None  # tokens of "fixed", or the upper limit of "heuristic" if the user set one
+    confidence: float = 0.0  # probability below which a draft model stops; 0 without
+    siblings: int = 0  # of a tree, alternatives to each token of its chain, included in `count`; -1: as many as pay
 
     @staticmethod
     def parse(value: object) -> LengthChoice:

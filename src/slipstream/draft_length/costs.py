@@ -1,4 +1,4 @@
-"""How many seconds each part of a round takes: the calibration, corrected by the times of past rounds.
+"""The seconds of each part of a round: the calibration, corrected by the times of past rounds.
 
 This module knows no model and no drafter.
 """
@@ -43,22 +43,18 @@ class CostModel:
 
     seconds(forward) = calibrated(shape) * correction(shape) * machine_speed; the last two are learned from every round,
     so that a shape last seen while the machine was busy does not look expensive for that.
-
-    pad: (tokens per row, rows) -> width of the forward that takes them. ragged: (rows, draft tokens of all) -> tokens
-    of the ragged forward, None if the target has none.
-    The calibration, in milliseconds: measured, a forward of one row, by tokens; together, a ragged forward of
-    `max_batch_size` rows, by tokens; steps, a step of the draft model, by rows; token, one token that it reads.
-    timed: whether the clock measures the parts of a round, or only the total (on a GPU).
     """
 
-    pad: Callable[[int, int], int] = lambda width, rows: width
+    pad: Callable[[int, int], int] = lambda width, rows: width  # (tokens per row, rows) -> width of their forward
+    # (rows, draft tokens of all) -> tokens of the ragged forward; None if the target has none
     ragged: Callable[[int, int], int | None] = lambda rows, drafted: None
-    measured: Mapping[int, float] = field(default_factory=dict)
-    together: Mapping[int, float] = field(default_factory=dict)
+    # the calibration, in milliseconds
+    measured: Mapping[int, float] = field(default_factory=dict)  # a forward of one row, by tokens
+    together: Mapping[int, float] = field(default_factory=dict)  # a ragged forward of `max_batch_size` rows, by tokens
     max_batch_size: int = 1
-    steps: Mapping[int, float] = field(default_factory=dict)
-    token: float | None = None
-    timed: bool = True
+    steps: Mapping[int, float] = field(default_factory=dict)  # a step of the draft model, by rows
+    token: float | None = None  # a token that the draft model reads
+    timed: bool = True  # the clock measures the parts of a round; on a GPU only the total
     _corrections: dict[tuple[int, int], float] = field(default_factory=dict)  # logarithms, by shape
     _speed: float | None = None  # logarithm of seconds per calibrated millisecond; None before the first round
     _drafting: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # latest steps and seconds, by rows
@@ -164,7 +160,7 @@ class CostModel:
 
     @property
     def even(self) -> bool:
-        """Whether every row costs what the longest does, so that shorter drafts save nothing."""
+        """True if every row costs what the longest does, so that shorter drafts save nothing."""
         return self.ragged(2, 0) is None
 
     def step(self, rows: int) -> float:
@@ -228,7 +224,7 @@ def best_lengths(
     *,
     even: bool = True,
 ) -> tuple[list[int], float]:
-    """How many tokens of each row's draft to verify for the most tokens per second, and that rate.
+    """The number of tokens of each row's draft to verify for the most tokens per second, and that rate.
 
     acceptance_probs[i][j]: the probability that the first j + 1 draft tokens of row i are all accepted. seconds: (the
     longest draft, tokens of all drafts) -> seconds of the round. base_tokens: expected tokens without any of these.

@@ -56,14 +56,11 @@ def awaited_together(rows: Sequence[Row]) -> Iterator[None]:
 
 
 class Worth(NamedTuple):
-    """What a token of a row is worth, compared with one of an average row: base + if_last * exp(-ahead / spread).
+    """Value of one more token of a row, relative to an average row: base + if_last * exp(-ahead / spread)."""
 
-    base: in any case. if_last: in addition, if the row is the last to end, which becomes less likely by a factor of e
-    with every `spread` tokens that this one puts the row ahead of the others.
-    """
-
-    base: float = 1.0
-    if_last: float = 0.0
+    base: float = 1.0  # in any case
+    if_last: float = 0.0  # in addition, if the row is the last to end
+    # tokens; the chance of ending last falls by a factor of e for each `spread` that a token puts its row ahead
     spread: float = 1.0
 
     def of(self, ahead: float) -> float:
@@ -81,7 +78,7 @@ class Worth(NamedTuple):
 
 
 def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typical: float = 1e9) -> list[Worth]:
-    """What a token of each row is worth.
+    """The value of one more token, for each row.
 
     For a caller who waits for all rows of a call, one more token of the row that ends last saves a whole round; one of
     any other row saves only that row's part of a round. So drafts that put a row ahead of the others are hardly worth
@@ -146,14 +143,14 @@ class TextLengths:
 
 @dataclass
 class Pause:
-    """When a source that was passed over is tried again. length: in rounds; waited: how many of them have passed."""
+    """The pause before a source that was passed over is tried again."""
 
-    length: int = SOONEST
-    waited: int = 0
+    length: int = SOONEST  # rounds
+    waited: int = 0  # rounds that have passed
 
     @property
     def is_due(self) -> bool:
-        """Whether the source is tried in this round."""
+        """True if the source is tried in this round."""
         return self.waited + 1 >= self.length
 
     def observe(self, *, drafted: bool, accepted: int) -> None:
@@ -167,42 +164,31 @@ class Pause:
 
 @dataclass
 class RowPlan:
-    """What the planner remembers of a row.
-
-    share_left: the share of tokens that retrieval leaves to the draft model, because in their rounds it brings less
-    than the draft model would.
-    """
+    """The planner's memory of a row."""
 
     model: Pause = field(default_factory=Pause)
     retrieval: Pause = field(default_factory=Pause)
+    # share of tokens that retrieval leaves to the draft model, because in their rounds it brings less than that would
     share_left: float = 1.0
 
 
 @dataclass(eq=False)
 class Planner:
-    """The policy of one decoder; its drafters ask it, too.
-
-    longest: most tokens of a retrieval draft. room: most tokens that a draft model may draft in the STEPS steps of a
-    round, runners-up and what retrieval adds to them included.
-    has_model: a draft model, or another drafter that takes a forward for each token. only_model: nothing but that and
-    predictions drafts. is_plain: nothing drafts but predictions.
-    reads: the draft model must read a text before its first draft; has_cached: whether it has read a row's text ahead
-    of that; to_read: how many tokens of a row it reads.
-    is_fixed: whether a row's text depends on its drafts. Such rows get `fixed_length` tokens whatever that costs, so
-    that a seed gives the same text again.
-    """
+    """The policy of one decoder; its drafters ask it, too."""
 
     costs: CostModel
-    longest: int = LONGEST
-    room: int = STEPS
-    has_model: bool = False
-    only_model: bool = False
-    reads: bool = True
-    is_plain: bool = False
-    fixed_length: int = 0
-    is_fixed: Callable[[Row], bool] = lambda row: False
-    has_cached: Callable[[Row], bool] = lambda row: False
-    to_read: Callable[[Row], int] = lambda row: len(row.tokens)
+    longest: int = LONGEST  # most tokens of a retrieval draft
+    room: int = STEPS  # most tokens of a draft model's draft, with runners-up and the tokens that retrieval adds
+    has_model: bool = False  # there is a draft model, or another drafter that takes a forward pass for each token
+    only_model: bool = False  # nothing else drafts but predictions
+    reads: bool = True  # the draft model must read a row's tokens before its first draft
+    is_plain: bool = False  # nothing drafts but predictions
+    fixed_length: int = (
+        0  # tokens for rows that `is_fixed`, whatever they cost, so that a seed gives the same text again
+    )
+    is_fixed: Callable[[Row], bool] = lambda row: False  # the row's output depends on its drafts
+    has_cached: Callable[[Row], bool] = lambda row: False  # the draft model has read the row's tokens ahead
+    to_read: Callable[[Row], int] = lambda row: len(row.tokens)  # tokens of a row that the draft model reads
     model_drafts: ModelDrafts = field(init=False)
     text_lengths: TextLengths = field(default_factory=TextLengths)
     _positions: Positions = field(init=False)  # for retrieval drafts without acceptance probabilities
@@ -250,7 +236,7 @@ class Planner:
         return [fixed[i] if self.is_fixed(row) else chosen[i] for i, row in enumerate(rows)]
 
     def model_lengths(self, rows: Sequence[Row], offers: Sequence[Sequence[float]], room: Sequence[int]) -> list[int]:
-        """How many tokens to ask the draft model for: 0 for rows for which it promises less than what is offered.
+        """Number of tokens to ask the draft model for: 0 for rows for which it promises less than what is offered.
 
         offers: acceptance probabilities of retrieval drafts. room: the most tokens to ask for; the draft model stops
         earlier where the next step would not pay.
@@ -273,7 +259,7 @@ class Planner:
         return [n if is_better else 0 for n, is_better in zip(room, better, strict=True)]
 
     def next_step_pays(self, rows: Sequence[Row], chances: Sequence[Sequence[float]], batch: int) -> bool:
-        """Whether the draft model should draft another token for these rows, while all `batch` rows wait.
+        """True if the draft model should draft another token for these rows, while all `batch` rows wait.
 
         chances[i]: the draft model's probability of each token of row i so far.
         """
@@ -322,12 +308,12 @@ class Planner:
         return draft.cut(lengths)
 
     def expects_drafts(self, row: Row) -> bool:
-        """Whether the draft model would save a row that is alone more time than reading its text takes."""
+        """True if the draft model would save a row that is alone more time than reading its tokens takes."""
         rate = self.costs.rate([self.model_drafts.of(row)], 1, [])
         return self.is_fixed(row) or self._pays([row], [row], rate, 1 / self.costs.verify(1, 0))
 
     def _pays(self, rows: Sequence[Row], drafting: Sequence[Row], rate: float, other_rate: float) -> bool:
-        """Whether drafting with the model, at `rate`, saves more time than reading the texts it has not read takes."""
+        """True if drafting with the model, at `rate`, saves more time than reading the rows it has not read takes."""
         unread = sum(self.to_read(row) for row in drafting if not self._has_read(row))
         # tokens that retrieval does not leave to the draft model save nothing
         tokens = fmean(self._plan_of(row).share_left for row in drafting) * sum(map(self.text_lengths.expected, rows))
@@ -353,7 +339,7 @@ class Planner:
         return IN_BATCH
 
     def _searches(self, rows: Sequence[Row]) -> bool:
-        """Whether looking for retrieval drafts saves more time than it takes, or is due."""
+        """True if looking for retrieval drafts saves more time than it takes, or is due."""
         is_due = any(self._plan_of(row).retrieval.is_due for row in rows)
         return is_due or self._saved_seconds is None or self._saved_seconds > self._search_seconds
 

@@ -42,33 +42,22 @@ ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What a drafter may be built from.
-
-    session: the draft model's. target: the target's session, for drafters that share its model or its KV cache.
-    bridged: the draft model's session over rows of the target, where their vocabularies differ.
-    siblings: how many alternatives to each drafted token may be verified. fixed_tree: the user asked for exactly that
-    many, beside a chain of `depth` tokens.
-    coupled: sample with the target's own random numbers, as acceptance "match" needs.
-    planner: where costs decide how much to draft; else None.
-    confidence: a draft model stops at the first token whose probability is lower.
-    steps: most forwards of a draft model in a round. extender: continues its drafts.
-    acceptance_probs: drafts should carry acceptance probabilities, if the drafter can estimate them.
-    """
+    """The parts that a drafter may be built from."""
 
     device: torch.device
     vocab_size: int
-    session: DraftScorer | None = None
-    coupled: bool = False
-    planner: Planner | None = None
-    confidence: float = 0.0
-    acceptance_probs: bool = False
-    target: Session | None = None
-    bridged: BridgedSession | None = None
-    siblings: int = 0
-    fixed_tree: bool = False
+    session: DraftScorer | None = None  # the draft model's
+    coupled: bool = False  # sample with the target's own random numbers, as acceptance "match" needs
+    planner: Planner | None = None  # where costs decide how much to draft
+    confidence: float = 0.0  # a draft model stops at the first token whose probability is lower
+    acceptance_probs: bool = False  # drafts should carry acceptance probabilities, if the drafter can estimate them
+    target: Session | None = None  # for drafters that share the target's model or its KV cache
+    bridged: BridgedSession | None = None  # the draft model's, over rows of the target, if their vocabularies differ
+    siblings: int = 0  # alternatives to each drafted token that may be verified
+    fixed_tree: bool = False  # the user asked for exactly that many, around a chain of `depth` tokens
     depth: int = 0
-    steps: int = MAX_DRAFT_TOKENS
-    extender: Extender | None = None
+    steps: int = MAX_DRAFT_TOKENS  # most forward passes of a draft model in a round
+    extender: Extender | None = None  # continues a draft model's drafts
 
 
 def names() -> tuple[str, ...]:
@@ -94,13 +83,13 @@ def check_name(text: str) -> None:
 
 
 def traits(text: str) -> Traits:
-    """What the drafter called `text` declares about itself."""
+    """The traits of the drafter called `text`."""
     check_name(text)
     return cast("Traits", _module(text).TRAITS)
 
 
 def traits_of(drafter: str | Drafter) -> Traits:
-    """What a drafter, a name or an object, declares about itself; an object without traits has the defaults."""
+    """The traits of a drafter, a name or an object; an object without traits has the defaults."""
     from slipstream.core.types import Declared, Traits
 
     if isinstance(drafter, str):
@@ -139,13 +128,13 @@ def sources(text: str, setup: Setup) -> list[Source]:
 
 
 def summary(text: str) -> str:
-    """What a drafter does: the first line of its module's docstring."""
+    """One line on what a drafter does: the first of its module's docstring."""
     check_name(text)
     return str(_module(text).__doc__).partition("\n")[0].rstrip(".")
 
 
 def usage() -> list[str]:
-    """How each drafter is spelled, with its arguments."""
+    """The spelling of each drafter, with its arguments."""
     return [name + ARGUMENTS.get(name, "") for name in names()]
 
 

@@ -1,4 +1,4 @@
-"""What retrieval drafters share: draft trees of the likeliest nodes, and memories kept apart by group of rows.
+"""Draft trees of the likeliest nodes, and memories kept apart by group of rows, for retrieval drafters.
 
 Of all trees of a given size, the tree of the likeliest paths is expected to have the most tokens accepted, and
 best-first search finds it (OPT-Tree, Wang et al. 2024, arXiv:2406.17276, section 3). What drafters learn from requests
@@ -26,29 +26,21 @@ MAX_GROUPS = 64  # remembered besides the default one; the least recently used g
 
 
 class Follower(NamedTuple):
-    """A token that may come next.
-
-    kind: see `acceptance_model`. prob: that the path up to it is accepted. place: the state of the lookup from which
-    its own followers are listed.
-    """
+    """A token that may come next."""
 
     token: int
-    kind: int
-    prob: float
-    place: Any
+    kind: int  # see `acceptance_model`
+    prob: float  # that the path up to it is accepted
+    place: Any  # where the lookup continues after this token
 
 
 class Node(NamedTuple):
-    """A token of a draft tree.
+    """A token of a draft tree."""
 
-    parent: the number of the node it follows, -1 for none. kind: see `acceptance_model`; of an alternative, given that
-    the tokens proposed before it for its place are wrong. prob: that the path up to it is accepted.
-    """
-
-    parent: int
+    parent: int  # number of the node it follows, -1 for none
     token: int
-    kind: int
-    prob: float
+    kind: int  # see `acceptance_model`; of an alternative, given that the tokens proposed before it are wrong
+    prob: float  # that the path up to it is accepted
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class Alternatives:
     ranks: int
 
     def followers(self, candidates: Iterable[tuple[int, int, Any]], prob: float) -> Iterator[Follower]:
-        """What follows a path of probability `prob`. candidates: token, kind as a first choice, place; best first."""
+        """The tokens that may follow a path of probability `prob`. candidates: token, kind, place; best first."""
         least, rank = prob, 0
         for token, kind, place in islice(candidates, self.limit):
             kind += self.kinds * rank

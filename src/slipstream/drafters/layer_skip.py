@@ -39,11 +39,8 @@ class SharedCacheSession(DraftScorer):
     def __init__(self, target: Session, layers: Sequence[int]) -> None:
         """layers: numbers from 0 on, rising."""
         self._target, self._layers = target, Session(layer_subset(target.backend, layers))
+        self.backend = self._layers.backend
         self._layers.table.audit = target.table.audit  # one cache, one audit
-
-    @property
-    def backend(self) -> Backend:
-        return self._layers.backend
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         if not draft.shape[1]:
@@ -107,7 +104,7 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
 
 
 def num_layers(backend: Backend) -> int:
-    """How many layers there are to choose from; for the toy, how many lengths of context it mixes."""
+    """Number of layers to choose from; for the toy, of the lengths of context that it mixes."""
     return _layered(backend).num_layers
 
 

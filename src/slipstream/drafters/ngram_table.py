@@ -96,7 +96,7 @@ class _Table:
         return self._ends, -1
 
     def alternatives(self, place: Place) -> Iterator[tuple[int, int, Place]]:
-        """What may follow a place, in the order of `_likeliest`: token, kind and the place it leads to.
+        """The tokens that may follow a place, in the order of `_likeliest`: token, kind and the place it leads to.
 
         Every context gives its most frequent token, the target's ranking all of its tokens.
         """

@@ -57,7 +57,7 @@ class ShapeIndependent(Protocol):
 
 
 def is_shape_independent(backend: Backend) -> bool:
-    """Whether a backend declares that the shape of a forward changes no bit of its results."""
+    """True if a backend declares that the shape of a forward changes no bit of its results."""
     return isinstance(backend, ShapeIndependent) and backend.shape_independent
 
 

@@ -149,7 +149,7 @@ class Restriction:
         return head
 
     def _takes_no_memory(self, complete: Any) -> bool:
-        """Whether the weights of all tokens are in memory anyway."""
+        """True if the weights of all tokens are in memory anyway."""
         if isinstance(complete, BlockLinear | QuantisedLinear):
             return True
         tied: bool = self._linear.weight.data_ptr() == self._model.get_input_embeddings().weight.data_ptr()

@@ -130,13 +130,13 @@ class ExclusiveUse:
 
 
 def _may_be_forked() -> bool:
-    """Whether this process may be a fork, on a system where PyTorch's threads are those of GNU's OpenMP."""
+    """True if this process may be a fork, on a system where PyTorch's threads are those of GNU's OpenMP."""
     return sys.platform == "linux" and (os.getpid() != IMPORTED_IN or multiprocessing.parent_process() is not None)
 
 
 @cache
 def threads_work(process: int, threads: int) -> bool:
-    """Whether PyTorch can compute with this many threads in this process: tried in a fork, which may hang in its place.
+    """True if PyTorch can compute with this many threads in this process: tried in a fork, which may hang in its place.
 
     process: this process's id, so that a fork does not reuse the result that its parent has cached.
     """

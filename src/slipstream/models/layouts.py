@@ -29,7 +29,7 @@ class RaggedLayout:
 
     @staticmethod
     def allowed(table: SlotTable) -> bool:
-        """Whether the shapes allow ragged forwards."""
+        """True if the shapes allow ragged forwards."""
         return not table.shapes.widths or bool(table.shapes.totals)
 
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:

@@ -117,12 +117,12 @@ class LoadOptions:
 
 
 def is_toy(source: Any) -> bool:
-    """Whether this names the built-in toy model."""
+    """True if this names the built-in toy model."""
     return isinstance(source, str) and (source == "toy" or source.startswith("toy:"))
 
 
 def is_loaded(model: Any) -> bool:
-    """Whether this is a model object, not the name of one."""
+    """True if this is a model object, not the name of one."""
     return not isinstance(model, str | os.PathLike)
 
 

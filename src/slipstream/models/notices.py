@@ -22,7 +22,7 @@ log = logging.getLogger("slipstream")
 
 
 def is_silenced() -> bool:
-    """Whether the user wants warnings only."""
+    """True if the user wants warnings only."""
     return log.level > logging.INFO
 
 

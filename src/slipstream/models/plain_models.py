@@ -78,7 +78,7 @@ def _check_quantisation(source: str, folder: str, config: Any, options: LoadOpti
 
 
 def is_quantised(config: Any, options: LoadOptions) -> bool:
-    """Whether transformers' quantisers read the model; they place its weights themselves."""
+    """True if transformers' quantisers read the model; they place its weights themselves."""
     return "quantization_config" in options.extra or getattr(config, "quantization_config", None) is not None
 
 

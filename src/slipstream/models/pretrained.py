@@ -142,7 +142,7 @@ def _backend(
 
 
 def _is_captured(model: Any, fast: bool | str) -> bool:
-    """Whether forwards are to be captured as graphs. Raises `UsageError` where fast=True and they cannot be."""
+    """True if forwards are to be captured as graphs. Raises `UsageError` where fast=True and they cannot be."""
     if fast is False or model.device.type != "cuda":
         return False
     reason = not_by_position(model) or why_not_captured(model)

@@ -208,7 +208,7 @@ def checkpoint_of(source: str, options: LoadOptions) -> QuantisedCheckpoint | Ro
 
 
 def _for_transformers(options: LoadOptions) -> bool:
-    """Whether transformers must load a checkpoint: on a GPU, or because of load options that only its reader knows."""
+    """True if transformers must load a checkpoint: on a GPU, or because of load options that only its reader knows."""
     gpu = options.device == "auto" and torch.cuda.is_available()
     return bool(options.for_reader) or gpu or options.device.startswith("cuda")
 

@@ -1,4 +1,4 @@
-"""What a request may ask for: `SamplingParams`, checked field by field when it is made."""
+"""The options of a request: `SamplingParams`, checked field by field when it is made."""
 
 from __future__ import annotations
 

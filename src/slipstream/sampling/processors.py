@@ -275,7 +275,7 @@ class Penalties(BatchProcessor):
 
     @staticmethod
     def _occurrences(ids: Tensor, drafted: Tensor) -> Tensor:
-        """How often the first 0, 1, ... K draft tokens [B, K] are each of `ids` [B, U]: [B, K + 1, U]."""
+        """Counts of each of `ids` [B, U] among the first 0, 1, ... K draft tokens [B, K]: [B, K + 1, U]."""
         return pad((ids[:, None] == drafted[..., None]).cumsum(1), (0, 0, 1, 0))
 
     def _record(self, row: int, tokens: Sequence[int], counts: Counter[int]) -> None:

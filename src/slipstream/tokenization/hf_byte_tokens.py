@@ -37,7 +37,7 @@ class TokenNames:
         self._unknown = None if isinstance(backend.model, models.Unigram) else backend.model.unk_token
 
     def is_fallback(self, name: str, number: int) -> bool:
-        """Whether a token is one of those for single bytes."""
+        """True if a token is one of those for single bytes."""
         return self._byte_fallback and number not in self._added and BYTE.fullmatch(name) is not None
 
     def text(self, name: str, number: int) -> bytes | None:
@@ -120,7 +120,7 @@ def _flat(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _adds_space(backend: Tokenizer) -> bool:
-    """Whether the tokenizer may put a space in front of a text."""
+    """True if the tokenizer may put a space in front of a text."""
     parts = _parts(backend.normalizer) + _parts(backend.pre_tokenizer)
     return any(
         part["type"] == "Prepend" or part.get("add_prefix_space") or part.get("prepend_scheme", "never") != "never"

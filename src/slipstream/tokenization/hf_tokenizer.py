@@ -229,7 +229,7 @@ def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _backend_alone_decodes(kind: Any) -> bool:
-    """Whether `decode` only calls the backend, which is then called directly: streams decode twice per token."""
+    """True if `decode` only calls the backend, which is then called directly: streams decode twice per token."""
     from transformers import PreTrainedTokenizerFast as Fast  # takes seconds
 
     return issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode

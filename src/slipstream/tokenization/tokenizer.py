@@ -71,7 +71,7 @@ class CallForm:
 
     @property
     def quotes_names(self) -> bool:
-        """Whether names are JSON texts."""
+        """True if names are JSON texts."""
         return self.before.endswith('"') and self.between.startswith('"')
 
 
@@ -96,7 +96,7 @@ class Tokenizer(Protocol):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it has a chat template, so that `chat` can render messages."""
+        """True if it has a chat template, so that `chat` can render messages."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens the model expects at its beginning."""

@@ -30,7 +30,7 @@ class VocabularyInfo:
 
 
 def same_vocabulary(target: RunningModel, draft: RunningModel) -> bool:
-    """Whether ids mean the same to both models, heads' padding apart. Raises `UsageError` if that cannot be known."""
+    """True if ids mean the same to both models, heads' padding apart. Raises `UsageError` if that cannot be known."""
     a, b = VocabularyInfo.of(target), VocabularyInfo.of(draft)
     differing = differences(a, b)
     if differing is None and a.head_size != b.head_size:
@@ -59,7 +59,7 @@ def differences(target: VocabularyInfo, draft: VocabularyInfo) -> list[str] | No
 
 
 def usable(target: VocabularyInfo, draft: VocabularyInfo, differing: list[str] | None) -> bool:
-    """Whether ids mean the same to both, given their differences."""
+    """True if ids mean the same to both, given their differences."""
     return target.head_size == draft.head_size if differing is None else not differing
 
 

@@ -35,8 +35,9 @@ class CheckedDrafter:
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         try:
             return self._valid_draft(rows, lengths, sampler)
-        except Exception as error:
-            return self._drafts_one_by_one(rows, lengths, sampler, error)
+        except Exception as failure:
+            error = failure
+        return self._drafts_one_by_one(rows, lengths, sampler, error)
 
     def _drafts_one_by_one(
         self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler, error: Exception

@@ -216,7 +216,7 @@ class BridgedSession:
         return draft_row
 
     def _end_of_text(self) -> list[int]:
-        """What the draft model reads in place of an empty text, as if an earlier document had ended before it."""
+        """Tokens that the draft model reads in place of none, as if an earlier document had ended before them."""
         return [self.bridge.draft.end_ids[0] if self.bridge.draft.end_ids else 0]
 
     def _shorten(self, counterpart: _Counterpart, steps: int) -> None:

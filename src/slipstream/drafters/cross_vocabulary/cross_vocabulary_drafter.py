@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend, Drafter, DraftScorer, Sampler
+from slipstream.core.interfaces import Drafter, DraftScorer, Sampler
 from slipstream.core.rng import argmax
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.drafters import Setup
@@ -67,12 +67,9 @@ class SharedTokenScorer(DraftScorer):
     """Presents a draft model's session as one over the target's vocabulary; only shared tokens have finite logits."""
 
     def __init__(self, bridged: BridgedSession, shared: SharedTokens, longest: int) -> None:
+        self.backend = bridged.backend
         self._bridged, self._shared, self._longest = bridged, shared, longest
         self._draft_rows: list[Row] = []
-
-    @property
-    def backend(self) -> Backend:
-        return self._bridged.backend
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits over the target's vocabulary, after drafts of shared tokens."""

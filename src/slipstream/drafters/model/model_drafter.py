@@ -115,14 +115,12 @@ class WhilePays(Stop):
 
 @dataclass
 class DraftChain:
-    """One row's draft on the host: its tokens, the draft model's probability of each, and the runners-up.
-
-    With a head that estimates acceptance itself (DSpark), its estimates take the place of probabilities.
-    runners_up: for each token, the next best ones and their probabilities, best first.
-    """
+    """One row's draft on the host."""
 
     tokens: list[int] = field(default_factory=list)
+    # the draft model's probability of each; of a head that estimates acceptance itself (DSpark), its estimates
     chances: list[float] = field(default_factory=list)
+    # for each token, the next best ones and their probabilities, best first
     runners_up: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def add(self, best: Sequence[int], chances: Sequence[float]) -> None:
@@ -138,27 +136,22 @@ class DraftChain:
 
 @dataclass
 class ModelDrafter:
-    """Drafts token by token from the draft model's distribution under the request's own options.
-
-    vocab_size: the target's; a draft head of another size (padding) is cut or filled with impossible tokens.
-    coupled: sample with the random numbers that the target will use at that position, as for acceptance "match", the
-    default. A token is then a function of these numbers alone, so the draft counts as one-hot.
-    stop: when a row's draft ends before it has the tokens asked for. The token after which it ends stays in the draft,
-    so that ending it is no choice among tokens and every rule keeps its distribution.
-    siblings: how many tokens are proposed beside each of a one-hot draft: the draft model's next best, or the next
-    fastest in the race that the target will run. Without `stop` they count among the tokens asked for; where the end of
-    a text leaves no room for all, the chain of `depth` tokens comes first.
-    steps: most forwards in a round. extender: continues chains whose acceptance probabilities are known.
-    """
+    """Drafts token by token from the draft model's distribution under the request's own options."""
 
     session: DraftScorer
-    vocab_size: int
+    vocab_size: int  # the target's; a draft model of another size (padding) is cut or filled with impossible tokens
+    # sample with the random numbers that the target will use at that position, as acceptance "match" needs; a token is
+    # then a function of these numbers alone, so the draft counts as one-hot
     coupled: bool = False
+    # ends a row's draft before it has the tokens asked for; the token after which it ends is kept: dropping it because
+    # of its value would bias the distribution
     stop: Stop | None = None
+    # alternatives to each token of a one-hot draft: the draft model's next best, or the next fastest in the race that
+    # the target will run; without `stop` they count among the tokens asked for
     siblings: int = 0
-    depth: int = 0
-    steps: int = MAX_DRAFT_TOKENS
-    extender: Extender | None = None
+    depth: int = 0  # of the chain, which comes first where the end of an output leaves no room for all alternatives
+    steps: int = MAX_DRAFT_TOKENS  # most forward passes in a round
+    extender: Extender | None = None  # continues chains whose acceptance probabilities are known
 
     def __post_init__(self) -> None:
         backend = self.session.backend
@@ -306,7 +299,7 @@ Tree = tuple[list[int], list[int], list[float] | None]  # tokens, parents and ac
 
 
 def record_of(length: int, chain: DraftChain) -> RowDraft:
-    """What `ModelDrafts` needs to learn from a row's chain. length: how many tokens were asked for."""
+    """The record from which `ModelDrafts` learns of a row's chain. length: number of tokens that were asked for."""
     firsts = [runners_up[0] for runners_up in chain.runners_up if runners_up]
     runners_up = tuple(
         (token, sibling_bin(chance, runner_up_chance))

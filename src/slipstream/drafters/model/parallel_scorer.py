@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend, DraftScorer
+from slipstream.core.interfaces import DraftScorer
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.types import Row
 from slipstream.models.backend_capabilities import ParallelDrafts
@@ -33,15 +33,12 @@ class ParallelScorer(DraftScorer):
 
         blocks: the session's backend if it is a head that drafts blocks; None for a model or any other head.
         """
-        self.session, self.mask_token, self.blocks = session, mask_token, blocks
+        self.backend, self.session = session.backend, session
+        self.mask_token, self.blocks = mask_token, blocks
         self.longest = longest if blocks is None else blocks.block_size - blocks.first_place
         self._num_tokens = MOST  # of the draft under way
         # the logits of the last forward, and which token of the draft they begin with
         self._first, self._logits = 0, torch.empty(0, 0, 0)
-
-    @property
-    def backend(self) -> Backend:
-        return self.session.backend
 
     def begin(self, width: int) -> int:
         self._num_tokens = min(width, self.longest)

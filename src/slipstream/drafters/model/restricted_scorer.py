@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend, DraftScorer
+from slipstream.core.interfaces import DraftScorer
 from slipstream.core.types import Row
 from slipstream.models.draft_vocabulary import ChosenRows, RestrictedHead
 
@@ -38,7 +38,7 @@ class _Vocabulary:
     strays: deque[int] = field(default_factory=lambda: deque(maxlen=STRAYS))
 
     def needs_all_tokens(self, length: int) -> bool:
-        """Whether the last tokens of a text of this length were outside the vocabulary too often to restrict it."""
+        """True if the last tokens of a row of this length were outside the vocabulary too often to restrict it."""
         return len(self.strays) == STRAYS and self.strays[0] >= length - WINDOW
 
 
@@ -47,13 +47,9 @@ class RestrictedScorer(DraftScorer):
 
     def __init__(self, session: DraftScorer, head: RestrictedHead) -> None:
         """head: the output layer of the session's model."""
-        self.session, self.head = session, head
+        self.backend, self.session, self.head = session.backend, session, head
         self._rows: WeakKeyDictionary[Row, _Vocabulary] = WeakKeyDictionary()
         self._joined: tuple[list[Tensor], ChosenRows] | None = None  # of the rows of the last call
-
-    @property
-    def backend(self) -> Backend:
-        return self.session.backend
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Float32 logits; -inf for tokens outside a row's vocabulary."""

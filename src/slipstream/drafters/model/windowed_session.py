@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend, DraftScorer
+from slipstream.core.interfaces import DraftScorer
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 
@@ -30,7 +30,7 @@ class PartialRow(Row):
 
 
 def num_tokens_skipped(prompt_length: int, limit: int) -> int:
-    """How many tokens of a prompt are skipped so that at most `limit` are read; a function of its length alone."""
+    """Number of tokens of a prompt to skip so that at most `limit` are read; a function of its length alone."""
     step = max(1, limit // 4)  # coarse, so that a chat's next turn finds most of its text cached
     return -(-max(0, prompt_length - limit) // step) * step
 
@@ -40,15 +40,12 @@ class WindowedSession(DraftScorer):
 
     def __init__(self, session: Session, limit: int | None = None) -> None:
         """limit: more than `BEGINNING`; None for what the context holds."""
-        self.session, self.limit = session, session.backend.max_length if limit is None else limit
-        self._parts: WeakKeyDictionary[Row, PartialRow] = WeakKeyDictionary()
-
-    @property
-    def backend(self) -> Backend:
-        return self.session.backend
+        self.backend, self.session = session.backend, session
+        self.limit = session.backend.max_length if limit is None else limit
+        self._parts: WeakKeyDictionary[Row, PartialRow | None] = WeakKeyDictionary()  # None: the whole row is read
 
     def num_to_read(self, row: Row) -> int:
-        return len(row.tokens) - self._num_skipped(row)
+        return len(self._part(row).tokens)
 
     def reserve(self, rows: int, length: int) -> None:
         self.session.reserve(rows, length)
@@ -87,14 +84,16 @@ class WindowedSession(DraftScorer):
 
     def _part(self, row: Row) -> Row:
         """The part of a row that is read, or the row itself, up to date with its committed tokens."""
-        num_skipped = self._num_skipped(row)
-        if num_skipped == 0:
-            return row
-        part = self._parts.get(row)
+        if row not in self._parts:
+            num_skipped, part = self._num_skipped(row), None
+            if num_skipped:
+                part = PartialRow(
+                    row.index, row.tokens[:BEGINNING], row.params, row.seed, rounds=row.rounds, group=row.group
+                )
+                part.num_skipped, part.prompt_length = num_skipped, row.prompt_length - num_skipped
+            self._parts[row] = part
+        part = self._parts[row]
         if part is None:
-            part = self._parts[row] = PartialRow(
-                row.index, row.tokens[:BEGINNING], row.params, row.seed, rounds=row.rounds, group=row.group
-            )
-            part.num_skipped, part.prompt_length = num_skipped, row.prompt_length - num_skipped
-        part.tokens += row.tokens[len(part.tokens) + num_skipped :]
+            return row
+        part.tokens += row.tokens[len(part.tokens) + part.num_skipped :]
         return part

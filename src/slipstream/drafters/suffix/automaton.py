@@ -19,7 +19,7 @@ SCANNED = 64  # followers of a context that are compared where several are wante
 
 
 class Match(NamedTuple):
-    """Where the end of a text stands in an automaton: its last `length` tokens are among the substrings of `state`."""
+    """The place of a text's end in an automaton: its last `length` tokens are among the substrings of `state`."""
 
     state: int = 0
     length: int = 0
@@ -97,11 +97,11 @@ class SuffixAutomaton:
         return Match(state, length)
 
     def count(self, match: Match) -> int:
-        """How often the tokens of the match occur; the end of a text counts."""
+        """Number of times that the tokens of the match occur; the end of a text counts."""
         return self._count[match.state]
 
     def walk(self, match: Match, occurrences: int) -> Iterator[Step]:
-        """What follows the match: token by token, the usual follower of the longest context.
+        """The continuation of the match: token by token, the usual follower of the longest context.
 
         occurrences: how often the match is taken to occur.
         """

@@ -64,7 +64,7 @@ class SuffixStore:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are stored."""
+        """Number of stored tokens."""
         return self._newer.automaton.num_tokens + self._older.automaton.num_tokens
 
     def texts(self) -> Iterator[list[int]]:

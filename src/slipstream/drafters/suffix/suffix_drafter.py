@@ -96,7 +96,7 @@ def likely_chain(
 
 
 def candidates(automaton: SuffixAutomaton, place: Place) -> Iterator[tuple[int, int, Place]]:
-    """What followed a place before: token, kind and the place it leads to."""
+    """The tokens that followed a place before: token, kind and the place it leads to."""
     for step, match in automaton.alternatives(*place):
         yield step.token, kind_of(step), (match, automaton.count(match))
 

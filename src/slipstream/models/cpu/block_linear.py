@@ -178,5 +178,5 @@ def arithmetic_of(model: nn.Module) -> str:
 
 
 def fits_blocks(inputs: int, block: BlockFormat) -> bool:
-    """Whether rows of so many numbers are whole blocks."""
+    """True if rows of so many numbers are whole blocks."""
     return inputs % block.size == 0 and inputs % INPUTS == 0

@@ -89,7 +89,7 @@ def unsupported(recurrence: Recurrence) -> str | None:
 
 
 def agrees(recurrence: Recurrence, compiled: CompiledRecurrence) -> bool:
-    """Whether both give the same outputs and states, apart from rounding. NaN agrees with nothing, not even NaN."""
+    """True if both give the same outputs and states, apart from rounding. NaN agrees with nothing, not even NaN."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(1, 2 * TRIED, recurrence.inputs, generator=generator).to(recurrence.dtype)
     results = []

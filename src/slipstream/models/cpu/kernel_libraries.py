@@ -146,7 +146,7 @@ def save(content: bytes, file: Path) -> None:
 
 
 def is_whole(file: Path) -> bool:
-    """Whether `save` has written this file for this user, and nothing has changed it since."""
+    """True if `save` has written this file for this user, and nothing has changed it since."""
     try:
         status = file.lstat()
         content = file.read_bytes() if stat.S_ISREG(status.st_mode) and _is_trusted(status) else b""
@@ -156,14 +156,14 @@ def is_whole(file: Path) -> bool:
 
 
 def _is_trusted(status: os.stat_result) -> bool:
-    """Whether only the user or the administrator owns this file or folder and may write to it."""
+    """True if only the user or the administrator owns this file or folder and may write to it."""
     if not hasattr(os, "geteuid"):
         return True
     return status.st_uid in (os.geteuid(), ROOT) and not status.st_mode & OTHERS_MAY_WRITE
 
 
 def switched_on() -> bool:
-    """Whether the environment lets Slipstream use its own kernels."""
+    """True if the environment lets Slipstream use its own kernels."""
     switch = os.environ.get(SWITCH) or "on"
     if switch not in ("on", "off"):
         raise UsageError(f"{SWITCH}={switch!r}; allowed: 'on' or 'off'")

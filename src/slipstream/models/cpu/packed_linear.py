@@ -54,7 +54,7 @@ class PackedLinear(nn.Module):
 
 
 def needs_float32(dtype: torch.dtype) -> bool:
-    """Whether weights of this type are packed as float32, because oneDNN has no kernels for them here."""
+    """True if weights of this type are packed as float32, because oneDNN has no kernels for them here."""
     return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and not _has_bf16()
 
 
@@ -133,7 +133,7 @@ class PackedExperts(nn.Module):
 
 
 def are_packable(module: nn.Module) -> bool:
-    """Whether a module is a set of experts of two products each, with a gate and without biases."""
+    """True if a module is a set of experts of two products each, with a gate and without biases."""
     weights = [getattr(module, name, None) for name in STACKED]
     are_stacked = all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
     others = ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
@@ -212,7 +212,7 @@ class CompressedLinear(KernelLinear):
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether there are few enough exceptions; if not, the layer has no weights."""
+        """True if there are few enough exceptions; if not, the layer has no weights."""
         return self.exceptions <= WORTH * self.in_features * self.out_features
 
 

@@ -77,7 +77,7 @@ def formats_of(model: nn.Module) -> str:
 
 
 def fits(linear: nn.Linear) -> bool:
-    """Whether the kernels take a layer of this shape."""
+    """True if the kernels take a layer of this shape."""
     return linear.in_features % INPUTS == 0
 
 

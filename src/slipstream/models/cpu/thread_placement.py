@@ -141,7 +141,7 @@ def _workers() -> list[int]:
 
 
 def _share_a_core(tasks: list[int]) -> bool:
-    """Whether two of these threads share a core in more than nine of ten samples."""
+    """True if two of these threads share a core in more than nine of ten samples."""
     import torch
 
     numbers, shared = torch.ones(1 << 16, dtype=torch.float32), 0

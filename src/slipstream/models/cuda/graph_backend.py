@@ -275,7 +275,7 @@ class GraphedBackend:
 
     @property
     def shape_independent(self) -> bool:
-        """Whether kernels with a fixed order of sums compute all forwards, captured or not."""
+        """True if kernels with a fixed order of sums compute all forwards, captured or not."""
         return self._bodies.stack is not None
 
     @property

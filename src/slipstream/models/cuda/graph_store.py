@@ -135,7 +135,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def _waits(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether the host needs an operator's numbers from the device: as its result, or for the shape of its result."""
+    """True if the host needs an operator's numbers from the device: as its result, or for the shape of its result."""
     name = func._schema.name.removeprefix("aten::")
     if name in ("_to_copy", "copy_"):
         source = args[0] if name == "_to_copy" else args[1]

@@ -75,7 +75,7 @@ class IndexedCache(SlotCache):
 
     @property
     def allocated(self) -> bool:
-        """Whether a forward has run, so that keys and values have memory."""
+        """True if a forward has run, so that keys and values have memory."""
         return any(layer.keys is not None for layer in self.layers)
 
     def bucket(self, starts: Sequence[int], width: int, end: int) -> Bucket | None:

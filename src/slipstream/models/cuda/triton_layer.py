@@ -389,14 +389,14 @@ def stack_of(model: Any, modules: Sequence[nn.Module]) -> TritonStack:
 
 
 def uses_kernels(model: Any) -> bool:
-    """Whether a model's layers compute by the kernels; all of them do, or none."""
+    """True if a model's layers compute by the kernels; all of them do, or none."""
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     fused = [forward for forward in forwards if isinstance(forward, FusedLayer)]
     return bool(fused) and all(isinstance(forward.ops, TritonOps) for forward in fused)
 
 
 def has_kernels() -> bool:
-    """Whether Triton is installed, as it is with PyTorch for CUDA on Linux."""
+    """True if Triton is installed, as it is with PyTorch for CUDA on Linux."""
     return find_spec("triton") is not None
 
 

@@ -132,7 +132,7 @@ class Heads:
 
 
 def attended_length_agrees(heads: Heads, width: int, length: int, full_length: int) -> bool:
-    """Whether `width` columns get the same bits from `length` positions as from `full_length`, wherever they end."""
+    """True if `width` columns get the same bits from `length` positions as from `full_length`, wherever they end."""
     generator = torch.Generator().manual_seed(length + width)
     shapes = (heads.key_heads * heads.repeats, width), (heads.key_heads, full_length), (heads.key_heads, full_length)
     query, key, value = (

@@ -272,7 +272,7 @@ def fused_layers(model: nn.Module, windows: Sequence[int | None]) -> list[tuple[
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether this is a layer whose forward was replaced."""
+    """True if this is a layer whose forward was replaced."""
     return isinstance(module.__dict__.get("forward"), FusedLayer)
 
 

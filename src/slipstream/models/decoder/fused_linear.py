@@ -186,6 +186,6 @@ def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether this is a plain `nn.Linear`. One with hooks or a replaced `forward` computes more, so it must stay."""
+    """True if this is a plain `nn.Linear`. One with hooks or a replaced `forward` computes more, so it must stay."""
     hooked = bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
     return type(module) is nn.Linear and not hooked

@@ -250,7 +250,7 @@ class RecurrentStates:
 
     @property
     def compiled(self) -> bool:
-        """Whether Slipstream's kernels advance all layers."""
+        """True if Slipstream's kernels advance all layers."""
         return len(self._advances) == len(self._layers)
 
     def reserve(self, slots: int) -> None:

@@ -74,7 +74,7 @@ def read_dflash(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
 
 
 def _anchor_drafts(files: HeadFiles) -> bool:
-    """Whether the newest token's place in a block has the scores of the token after it.
+    """True if the newest token's place in a block has the scores of the token after it.
 
     Raises `UsageError` where readers differ: early `speculators` wrote heads of DSpark without saying so.
     """

@@ -44,7 +44,7 @@ class HeadAgreement:
 
     @property
     def is_warning(self) -> bool:
-        """Whether the head drafts badly: other settings are better, or it guesses next to nothing."""
+        """True if the head drafts badly: other settings are better, or it guesses next to nothing."""
         return self.best is not None or self.declared < USELESS
 
     def line(self, head: str, target: str) -> str:
@@ -163,6 +163,6 @@ def _share(right: Tensor) -> float:
 
 
 def _is_clearly_better(right: Tensor, other: Tensor) -> bool:
-    """Whether guesses are right where others are wrong, more often than the reverse and than chance explains."""
+    """True if guesses are right where others are wrong, more often than the reverse and than chance explains."""
     gained, lost = int((right & ~other).sum()), int((other & ~right).sum())
     return gained - lost > CLEAR * max(1, gained + lost) ** 0.5

@@ -112,7 +112,7 @@ class HeadFiles:
 
     @property
     def is_of_speculators(self) -> bool:
-        """Whether `speculators` wrote the files, which numbers the target's layers by what enters them."""
+        """True if `speculators` wrote the files, which numbers the target's layers by what enters them."""
         return "speculators_model_type" in self.settings
 
     def trained_for(self, target: str) -> str | None:
@@ -240,7 +240,7 @@ def check_settings(files: HeadFiles, computed: Mapping[str, tuple[Any, ...]]) ->
 
 
 def _is_unknown_switch(name: str, value: Any) -> bool:
-    """Whether a setting may change what a head computes. False, 0, a factor of 1, lists and objects do not."""
+    """True if a setting may change what a head computes. False, 0, a factor of 1, lists and objects do not."""
     if name in KNOWN_SWITCHES or not SWITCH.search(name) or NO_SWITCH.search(name):
         return False
     return value is True or isinstance(value, str) or (is_number(value) and value not in (0, 1))

@@ -159,7 +159,7 @@ class MtpBackend(FeatureReader):
 
 
 def brings_mtp(target: Loaded, options: LoadOptions) -> bool:
-    """Whether a target that was loaded by name has MTP layers which can be run. options: the target's."""
+    """True if a target that was loaded by name has MTP layers which can be run. options: the target's."""
     if not isinstance(target.backend, HiddenStates) or not target.source or is_gguf(target.source):
         return False
     try:

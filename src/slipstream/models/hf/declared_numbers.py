@@ -34,7 +34,7 @@ def unimplemented(config: Any, implemented: Set[str]) -> str | None:
 
 
 def _differs_by_layer(config: Any, name: str, value: Any) -> bool:
-    """Whether a list has a value for each layer, and not the same one: which layers rotate, are wider, are mixtures."""
+    """True if a list has a value for each layer, and not the same one: which layers rotate, are wider, are mixtures."""
     is_by_layer = isinstance(value, list) and len(value) == config.num_hidden_layers
     return is_by_layer and name not in BY_LAYER and any(item != value[0] for item in value)
 

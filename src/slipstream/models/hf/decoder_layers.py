@@ -104,7 +104,7 @@ def _with_child(module: Any, path: Sequence[str], child: nn.Module) -> Any:
 
 
 def shares_keys(model: Any) -> bool:
-    """Whether some of a model's layers read the keys and values of others."""
+    """True if some of a model's layers read the keys and values of others."""
     return "reuse" in (getattr(model.config.get_text_config(), "kv_sharing_modes", None) or ())
 
 

@@ -132,6 +132,6 @@ def _use_stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]
 
 
 def _multiplies_tokens_independently(model: Any) -> bool:
-    """Whether nothing outside the decoder layers multiplies by other weights than the kernels'."""
+    """True if nothing outside the decoder layers multiplies by other weights than the kernels'."""
     others = [module for module in model.modules() if isinstance(module, nn.Linear | PackedLinear)]
     return not others and isinstance(model.get_output_embeddings(), KernelLinear | BlockLinear)

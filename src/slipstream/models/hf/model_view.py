@@ -56,7 +56,7 @@ class ModelView:
         self._values = self._read()
 
     def is_same_model(self) -> bool:
-        """Whether the model has the modules, settings and tensors that the view was made of, with whatever values.
+        """True if the model has the modules, settings and tensors that the view was made of, with whatever values.
 
         It also has to be in the same `torch.autocast`, whose precision the cached keys and values have.
         """
@@ -69,11 +69,11 @@ class ModelView:
         return same_settings and [_place(tensor) for tensor in self._tensors] == self._places
 
     def has_same_weights(self) -> bool:
-        """Whether weights have the values that they had when the view was made or `accept_weights` was called."""
+        """True if weights have the values that they had when the view was made or `accept_weights` was called."""
         return self._read() == self._values
 
     def is_outdated(self) -> bool:
-        """Whether a new view is needed, because the model or weights that were copied have changed."""
+        """True if a new view is needed, because the model or weights that were copied have changed."""
         return not self.is_same_model() or (self.copies_weights and not self.has_same_weights())
 
     def accept_weights(self) -> None:
@@ -168,7 +168,7 @@ def _saved(settings: Any) -> dict[str, Any]:
 
 
 def _equal(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether attributes are the same objects or equal ones."""
+    """True if attributes are the same objects or equal ones."""
     if len(now) != len(before):
         now = {name: value for name, value in now.items() if not _is_ours(name)}
     try:
@@ -191,7 +191,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has numbers that can be read."""
+    """True if it has numbers that can be read."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
     return plain and tensor.device.type != "meta" and tensor.numel() > 0
 
@@ -237,7 +237,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def is_peft(model: Any) -> bool:
-    """Whether this is PEFT's wrapper, which need not be installed here."""
+    """True if this is PEFT's wrapper, which need not be installed here."""
     return any(base.__module__.startswith("peft.") for base in type(model).__mro__)
 
 

@@ -55,7 +55,7 @@ def vocab_size_of(model: Any) -> int:
 
 
 def prepares_inputs_differently(model: Any) -> bool:
-    """Whether a model's own `prepare_inputs_for_generation` prepares other inputs than transformers' would.
+    """True if a model's own `prepare_inputs_for_generation` prepares other inputs than transformers' would.
 
     Only a loop that calls such a method at every step gives the model the inputs that its author meant.
     """
@@ -73,7 +73,7 @@ def prepares_inputs_differently(model: Any) -> bool:
 
 @torch.inference_mode()
 def _is_usual(model: Any, length: int, cached: int) -> bool:
-    """Whether a text's inputs are those that transformers prepares. cached: how many of its tokens the cache holds."""
+    """True if a text's inputs are those that transformers prepares. cached: how many of its tokens the cache holds."""
     positions = torch.arange(length, device=input_device(model))[None]
     ids = positions % len(model.get_input_embeddings().weight)
     prepared = []
@@ -118,7 +118,7 @@ def _filled(length: int) -> DynamicCache:
 
 
 def _are_usual(inputs: Mapping[str, Any], usual: Mapping[str, Any]) -> bool:
-    """Whether inputs equal the usual ones; positions and masks may be missing, since the forward makes the same."""
+    """True if inputs equal the usual ones; positions and masks may be missing, since the forward makes the same."""
     if "input_ids" not in inputs:
         return False
     return all(name in usual and _same(usual[name], value) for name, value in inputs.items())

@@ -101,7 +101,7 @@ def _switch(model: Any, module: nn.Module) -> int | None:
 
 
 def drops_cache(model: Any, longest_short: int) -> bool:
-    """Whether `generate` reads a text that becomes long again from its first token on."""
+    """True if `generate` reads a text that becomes long again from its first token on."""
     name, cache = cache_name(model), DynamicCache()
     key = torch.zeros(1, 1, longest_short, 1)
     cache.update(key, key, 0)  # its length is what matters

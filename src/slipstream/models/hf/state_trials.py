@@ -100,7 +100,7 @@ def is_causal(backend: Backend, model: Any) -> bool:
 
 @torch.inference_mode()
 def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
-    """Whether a model's own logits of `a_few_tokens` differ from these [1, 9, V], which came from a slot cache.
+    """True if a model's own logits of `a_few_tokens` differ from these [1, 9, V], which came from a slot cache.
 
     later: [T, 9, V] logits of the same tokens at later positions, computed in one batch. Raises `UsageError` where a
     text's logits depend on the positions of those beside it.
@@ -126,7 +126,7 @@ def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
 
 
 def _takes_several(backend: OwnCacheBackend, ids: Tensor) -> bool:
-    """Whether the model reads several tokens after a state at all."""
+    """True if the model reads several tokens after a state at all."""
     backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
     try:
         _several(backend, ids)
@@ -156,7 +156,7 @@ def _steps(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
 
 
 def _agree(first: Tensor, second: Tensor, close: float | None = None) -> bool:
-    """Whether logits are equal but for rounding; NaN differs from everything. close: by default that of their type.
+    """True if logits are equal but for rounding; NaN differs from everything. close: by default that of their type.
 
     Tokens that both rule out do not count.
     """

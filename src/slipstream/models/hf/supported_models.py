@@ -68,7 +68,7 @@ def not_by_position(model: Any) -> str | None:
 
 
 def _known_layers(model: Any, config: Any, layers: Sequence[Any]) -> bool:
-    """Whether all layers attend to keys and values, or are recurrent layers that can run on states of ours."""
+    """True if all layers attend to keys and values, or are recurrent layers that can run on states of ours."""
     recurrent = {i for i, layer in enumerate(layers) if type(layer) in RECURRENT}
     if not all(type(layer) in (*ATTENTION, *RECURRENT) for layer in layers):
         return False

@@ -190,7 +190,7 @@ class PassedTrials:
         self._passed: set[str] = saved or set()
 
     def __contains__(self, name: str) -> bool:
-        """Whether a model has passed this trial before."""
+        """True if a model has passed this trial before."""
         return name in self._passed
 
     def add(self, name: str) -> None:

@@ -120,7 +120,7 @@ class Adapter:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether it comes with a tokenizer of its own."""
+        """True if it comes with a tokenizer of its own."""
         return file_of(self.place, "tokenizer_config.json", self.files) is not None
 
 

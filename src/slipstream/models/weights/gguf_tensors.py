@@ -111,7 +111,7 @@ def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
 
 
 def stays_in_file(header: GGUFHeader, name: str) -> bool:
-    """Whether a tensor is an embedding that is not the output layer too, of which rows are read when needed."""
+    """True if a tensor is an embedding that is not the output layer too, of which rows are read when needed."""
     return name == TABLE and OUTPUT in header.tensors
 
 

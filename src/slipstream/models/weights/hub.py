@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub can be reached, found out before anything is fetched from it.
+"""Checks that the Hugging Face Hub can be reached, before anything is fetched from it.
 
 huggingface_hub itself retries each file silently for 23 seconds, or for minutes where a firewall drops packets.
 """

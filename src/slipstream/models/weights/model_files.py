@@ -25,7 +25,7 @@ VERSION = 2  # 2: texts are split as the file says, generation ends where turns 
 
 
 def is_gguf(source: str) -> bool:
-    """Whether this names a GGUF file, by its content or, where that cannot be read, its ending."""
+    """True if this names a GGUF file, by its content or, where that cannot be read, its ending."""
     path = Path(source).expanduser()
     ending = path.suffix.lower() == ".gguf"
     try:
@@ -38,7 +38,7 @@ def is_gguf(source: str) -> bool:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether this folder was made from a GGUF file, completely and by this version."""
+    """True if this folder was made from a GGUF file, completely and by this version."""
     try:
         return bool(json.loads((folder / CONVERSION).read_text(encoding="utf-8"))["version"] == VERSION)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -113,7 +113,7 @@ class CheckpointFiles:
                 )
 
     def are_equal(self, names: Sequence[str]) -> bool:
-        """Whether all these tensors hold the same numbers."""
+        """True if all these tensors hold the same numbers."""
         first, *others = (self._files[name].get_tensor(name) for name in names)
         return all(torch.equal(first, other) for other in others)
 
