@@ -111,17 +111,6 @@ class Draft:
         tokens = torch.where(mask[:, None], first_tokens, second_tokens)
         return Draft(tokens, lengths, probs, first.steps + second.steps, parents, rows)
 
-    def repeated(self, count: int) -> Draft:
-        """A single row's draft for each of `count` rows."""
-        return replace(
-            self,
-            tokens=self.tokens.expand(count, -1),
-            lengths=self.lengths * count,
-            probs=None if self.probs is None else self.probs.expand(count, -1, -1),
-            parents=None if self.parents is None else self.parents * count,
-            rows=self.rows * count,
-        )
-
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:
         """A draft that proposes nothing: plain decoding."""

@@ -55,7 +55,7 @@ class CheckedDrafter:
             except Exception as failure:
                 row.error = failure
                 continue
-            drafts = Draft.where([i == place for i in range(count)], draft.repeated(count), drafts)
+            drafts = Draft.where([i == place for i in range(count)], _repeated(draft, count), drafts)
         if all(row.error is None for row in rows):
             raise error
         return drafts
@@ -97,6 +97,18 @@ class CheckedObserver(CheckedDrafter):
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         assert isinstance(self.drafter, Observer)
         self.drafter.observe(rows, draft, logits, verdict)
+
+
+def _repeated(draft: Draft, count: int) -> Draft:
+    """A single row's draft for each of `count` rows."""
+    return replace(
+        draft,
+        tokens=draft.tokens.expand(count, -1),
+        lengths=draft.lengths * count,
+        probs=None if draft.probs is None else draft.probs.expand(count, -1, -1),
+        parents=None if draft.parents is None else draft.parents * count,
+        rows=draft.rows * count,
+    )
 
 
 def check_draft(draft: object, max_lengths: Sequence[int], name: str, backend: Backend) -> None:

@@ -257,14 +257,14 @@ class EngineThread:
         """One round of every row; reads as much of new prompts as the rows can wait for."""
         tokens_before = self._decoder.num_prefilled_tokens
         self._scheduler.prompt_budget = self._budget.tokens
-        jobs = list(self._running.values())
-        lengths = [len(job.row.tokens) for job in jobs]
+        num_tokens = sum(len(job.row.tokens) for job in self._running.values())
         try:
             rounds = self._scheduler.step()
         except BaseException as error:  # a panic of Rust code is no `Exception`
             self._decoder.next_logits([0])  # raises if the target itself has failed, which ends this thread
             log.error("a step has failed", exc_info=error)
-            has_committed = lengths != [len(job.row.tokens) for job in jobs]
+            jobs = list(self._running.values())
+            has_committed = num_tokens < sum(len(job.row.tokens) for job in jobs)
             new = [job for job in jobs if not job.row.rounds]
             if new and not has_committed:  # the longest new row is to blame, probably: for want of memory, say
                 jobs = [max(new, key=lambda job: job.row.prompt_length + job.row.params.max_tokens)]
