@@ -37,7 +37,7 @@ from terminal import Count, console, run
 from torch import Tensor
 
 from slipstream import Draft, SamplingParams
-from slipstream.core.interfaces import Policy
+from slipstream.core.interfaces import DraftScorer, Policy
 from slipstream.core.kv_slots import Shapes
 from slipstream.core.loop import Engine
 from slipstream.core.session import Session
@@ -219,6 +219,9 @@ class RecordedDraftModel(RecordedModel):
         super().__post_init__()
         self._read: dict[Row, int] = {}  # tokens of each row that it has read
 
+    begin = DraftScorer.begin
+    acceptance = DraftScorer.acceptance
+
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """[B, 1, V] logits with the probabilities recorded at this step, uniform where nothing was recorded."""
         step = draft.shape[1]
@@ -283,14 +286,15 @@ class Replay:
 def replay_of(
     recording: Recording,
     drafter: str,
-    policy: Callable[[RecordedDraftModel], Policy],
-    planner: Planner | None = None,
+    make_policy: Callable[[RecordedDraftModel], Policy],
     seed: int = 0,
 ) -> Replay:
-    """A replay that has learned nothing yet. planner: of `auto`, None for other policies."""
+    """A replay that has learned nothing yet."""
     noise, clock = random.Random(seed), SimulatedClock()
     target = RecordedTarget(recording, clock, noise)
     draft = RecordedDraftModel(recording, clock, noise)
+    policy = make_policy(draft)
+    planner = policy if isinstance(policy, Planner) else None
     setup = Setup(
         CPU,
         recording.vocab_size,
@@ -301,8 +305,6 @@ def replay_of(
         steps=LONGEST if planner is None else STEPS,
         siblings=int(planner is not None and recording.trees and traits(drafter).branches),
     )
-    if planner is not None:
-        planner.has_cached = draft.holds
     drawn_from = sources(drafter, setup)
 
     def search(rows: Sequence[Row], lengths: Sequence[int], *others: Any) -> Draft:
@@ -312,29 +314,33 @@ def replay_of(
     if drawn_from and not drawn_from[0].takes_forwards:
         retriever: Any = drawn_from[0].drafter
         look_up, retriever.propose = retriever.propose, search
-    engine = Engine(cast(Session, target), drawn_from, policy(draft), Sampler, now=clock.read)
+    engine = Engine(cast(Session, target), drawn_from, policy, Sampler, now=clock.read)
     return Replay(recording, clock, engine)
 
 
 def auto(recording: Recording, drafter: str, cost_model: CostModel, seed: int = 0) -> Replay:
     """A replay whose planner chooses draft lengths, as `auto` does."""
     declared = traits(drafter)
-    planner = Planner(
-        cost_model,
-        longest=LONGEST,
-        room=LONGEST if declared.needs_cost_model else 2 * STEPS,
-        has_model=declared.needs_forwards,
-        only_model=declared.needs_forwards and not declared.needs_cost_model,
-        reads=declared.has_own_cache,
-    )
-    return replay_of(recording, drafter, lambda _: planner, planner, seed)
+
+    def make_planner(draft: RecordedDraftModel) -> Planner:
+        return Planner(
+            cost_model,
+            longest=LONGEST,
+            room=LONGEST if declared.needs_cost_model else 2 * STEPS,
+            has_model=declared.needs_forwards,
+            only_model=declared.needs_forwards and not declared.needs_cost_model,
+            reads=declared.has_own_cache,
+            has_cached=draft.holds,
+        )
+
+    return replay_of(recording, drafter, make_planner, seed)
 
 
 def settings(recording: Recording, off: float = 0.0, seed: int = 0) -> Iterator[tuple[str, Replay]]:
     """Names and replays of all settings; none has learned anything yet. off, seed: see `cost_model_of`."""
 
     def fixed(drafter: str, policy: Policy) -> Replay:
-        return replay_of(recording, drafter, lambda _: policy, seed=seed)
+        return replay_of(recording, drafter, lambda _: policy, seed)
 
     yield "none", fixed("none", Fixed(0))
     for name, length in [("ngram", 3), ("ngram", 8), ("suffix:outputs=0", 3), ("suffix:outputs=0", 7)]:

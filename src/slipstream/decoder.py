@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack, overload
+
+from torch import Tensor
 
 from slipstream import drafters
 from slipstream.checks import arguments_named, check_known, explained_fields
 from slipstream.config import DecoderConfig
-from slipstream.core.acceptance import Rule
+from slipstream.core.acceptance import Rule, load_rule
 from slipstream.core.interfaces import Drafter, Learner
+from slipstream.core.kv_slots import Shapes
+from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.session import Session
+from slipstream.core.types import Row, Traits
 from slipstream.draft_length.costs import CostModel
+from slipstream.draft_length.planner import awaited_together
 from slipstream.errors import UsageError
+from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.generation_settings import warn_of_unread_settings
+from slipstream.models.loaded import Loaded
+from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
 from slipstream.sampling.params import SamplingParams, params_from
 from slipstream.text.requests import (
@@ -25,23 +38,26 @@ from slipstream.text.requests import (
     Prompt,
     Prompts,
     RequestOptions,
+    RequestReader,
     read_conversation,
     read_form,
     read_ids,
     read_prompts,
 )
-from slipstream.text.results import AsyncStream, Chunk, Result, Stream, chunks_of, with_calls
-from slipstream.tokenization.tokenizer import ChatForm
-from slipstream.wiring.engine_access import EngineAccess
-from slipstream.wiring.engine_choice import check_names, name_of
+from slipstream.text.results import AsyncStream, Chunk, Result, Stream, chunks_of, result_of, with_calls
+from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, Tokenizer
+from slipstream.wiring.engine_choice import EngineChoice, check_names, choose_engine, name_of
 from slipstream.wiring.model_pair import ModelPair
+from slipstream.wiring.prompt_scores import PromptScores
+from slipstream.wiring.run_order import ordered
 
 if TYPE_CHECKING:
     from slipstream.jobs.batch_job import JobReport
 
 log = logging.getLogger("slipstream")
 
-FACTS = ("config", "target", "draft", "tokenizer", "drafter", "drafter_name", "lossless", "reproducible")
+T = TypeVar("T")
+
 LOADED_BY = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "attn_implementation")
 OTHER_NAMES = {  # of other libraries, and what to write here
     **{f.name: f"decoder.generate(prompt, {f.name}=...)" for f in fields(SamplingParams)},
@@ -57,7 +73,22 @@ OTHER_NAMES = {  # of other libraries, and what to write here
 }
 
 
-class SpeculativeDecoder(EngineAccess):
+@dataclass(frozen=True)
+class _OpenParts:
+    """What an open decoder works with; closing drops it."""
+
+    models: ModelPair
+    use: ExclusiveUse  # the lock of the models
+    drafter: str | Drafter  # as the caller gave it
+    choice: EngineChoice
+    engine: Engine
+    reader: RequestReader
+    turn: object = field(default_factory=object)  # identifies this decoder to the lock
+    # computes the rounds of streams for `async for`; it starts with the first of them
+    async_rounds: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "slipstream"))
+
+
+class SpeculativeDecoder:
     """Generates exactly what `target` would, faster.
 
     target, draft: a hub id, a local folder, a .gguf file, "smollm2", "toy" or a loaded `PreTrainedModel`; draft may
@@ -69,10 +100,13 @@ class SpeculativeDecoder(EngineAccess):
     and streams round by round. A decoder belongs to the process that made it.
     The first decoder of a model on a machine measures how it runs there, which takes seconds to minutes; it says so on
     standard error, and `logging.getLogger("slipstream").setLevel(logging.WARNING)` silences that.
-    `dir()` lists the public interface; what is inherited from `EngineAccess` may change.
     """
 
-    WARNS_OF_UNREAD_SETTINGS = True  # of the model's generation_config
+    config: DecoderConfig
+    rule: Rule | None  # an acceptance rule given as an object
+    _drafter_name: str
+    _parts_if_open: _OpenParts | None
+    _warns_of_unread_settings = True  # of the model's generation_config
 
     @arguments_named("SpeculativeDecoder", OTHER_NAMES)
     def __init__(
@@ -115,7 +149,7 @@ class SpeculativeDecoder(EngineAccess):
         )
         check_names(config, drafter)
         models = ModelPair.load(target, draft, config, tokenizer, draft_tokenizer)
-        if self.WARNS_OF_UNREAD_SETTINGS:
+        if self._warns_of_unread_settings:
             warn_of_unread_settings(models.target)
         self._open(models, config, drafter, rule=None)
         is_unused = isinstance(drafter, str) and not drafters.traits(self._drafter_name).needs_draft_model
@@ -137,10 +171,6 @@ class SpeculativeDecoder(EngineAccess):
             "arguments (the models' names and decoder.config) and make the decoder anew, or decoder.using() for "
             "another one over the same models"
         )
-
-    def __dir__(self) -> list[str]:
-        """The names of public methods and facts, for completion in notebooks and shells."""
-        return [*(name for name in vars(SpeculativeDecoder) if not name.startswith("_") and name.islower()), *FACTS]
 
     @overload
     def generate(
@@ -191,8 +221,9 @@ class SpeculativeDecoder(EngineAccess):
         variables that the template reads, such as {"enable_thinking": False}; and `continue_final_message=True`, with
         which the answer continues the last message.
 
-        Raises `UsageError` for what is not allowed. A row that fails (its own logits processor raises, no token is left
-        to choose) ends alone: in a list its result has finish reason "error" and says why, a single prompt raises.
+        Raises `UsageError` for what is not allowed. A row that fails (its own logits processor raises, or your drafter
+        does, or no token is left to choose) ends alone: in a list its result has finish reason "error" and says why, a
+        single prompt raises.
         """
         prompts, form = read_prompts(prompt), read_form(options)
         results = self._generated(prompts, params_from(params, options), chat, form)
@@ -390,6 +421,215 @@ class SpeculativeDecoder(EngineAccess):
             for source in self._engine.sources:
                 if isinstance(source.drafter, Learner):
                     source.drafter.forget()
+
+    def renew(self) -> None:
+        """Adopt what the models' owners have changed; every call that reads prompts begins with this."""
+        with self._use:
+            models = self._models.current(self.config)
+            if models is not self._models:
+                self._open(models, self.config, self._parts.drafter, self.rule)
+
+    def scheduler(self) -> Scheduler:
+        """A scheduler over this decoder's models: rows are added and cancelled while others are decoded.
+
+        Several threads may use it and the decoder: each call of a scheduler has the models to itself.
+        """
+        return Scheduler(self._engine, self.config.max_batch_size, lock=lambda: self._use, turn=self._turn)
+
+    def rows(
+        self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True, form: ChatForm = PLAIN_CHAT
+    ) -> list[Row]:
+        """The rows that `generate` would decode for these prompts, for `run`, `decode_rows` or a `scheduler`."""
+        with self._use:
+            self.renew()
+            return self.reader.with_form(form).rows(list(prompts), params, chat=chat)
+
+    def sample_rows(
+        self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True, form: ChatForm = PLAIN_CHAT
+    ) -> list[list[Row]]:
+        """`rows` with `n` rows for each prompt, each with a seed of its own."""
+        with self._use:
+            self.renew()
+            return self.reader.with_form(form).sample_rows(list(prompts), params, chat=chat)
+
+    def run(self, rows: Sequence[Row]) -> Generator[Round]:
+        """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`.
+
+        Raises `UsageError` if weights change before the rows have ended: no single model would have written them.
+        """
+        models = self._models
+        num_writes = models.num_writes()
+        for round in self.scheduler().run(rows):
+            yield round
+            if models.num_writes() != num_writes:
+                raise UsageError("weights were changed while a text was being written; allowed: before or after it")
+
+    def decode_rows(self, rows: Sequence[Row]) -> list[Result]:
+        """Decode rows to their ends, in the order that is fastest; other threads wait until all are finished."""
+        with self._use, awaited_together(rows):
+            waits = len(rows) > self.config.max_batch_size  # else all rows begin at once, and the order does not matter
+            for _ in self.scheduler().run(ordered(rows, lambda row: row, self.shapes.reuse) if waits else rows):
+                pass
+            return [self.result(row) for row in rows]
+
+    def result(self, row: Row) -> Result:
+        """The result of a finished row."""
+        return result_of(row, self.tokenizer, lossless=self.lossless)
+
+    def next_logits(self, token_ids: list[int]) -> Tensor:
+        """[V] logits of the target after these tokens, in the precision it works in."""
+        with self._use:
+            row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]  # first: the models may be renewed
+            with self._turn():
+                return self._models.next_logits(row)
+
+    def score_prompt(self, scores: PromptScores | None, row: Row, count: int, budget: int) -> PromptScores:
+        """Log-probabilities of a row's own tokens, about `budget` more of them in each call.
+
+        scores: what the previous call returned, None at first. count: how many of the likeliest tokens to report for
+        each. It uses the cache slot after those of a full batch.
+        """
+        with self._turn():
+            scores = scores or PromptScores(self._target_session, self.config.max_batch_size, row, count)
+            scores.advance(budget)
+            return scores
+
+    @property
+    def target(self) -> Loaded:
+        """The model that is decoded."""
+        return self._models.target
+
+    @property
+    def draft(self) -> Loaded | None:
+        """The draft model, if one is loaded."""
+        return self._models.draft
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer, if there is one."""
+        return self.target.tokenizer
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The drafter in use: the caller's object, or else the last source that is asked; None if nothing drafts."""
+        given, sources = self._parts.drafter, self._engine.sources
+        if not isinstance(given, str):
+            return given
+        return sources[-1].drafter if sources and not sources[-1].of_predictions else None
+
+    @property
+    def drafter_name(self) -> str:
+        """The name of the drafter in use, with "auto" resolved; a closed decoder still has it."""
+        return self._drafter_name
+
+    @property
+    def lossless(self) -> bool:
+        """True if the output keeps the target's distribution exactly."""
+        automatic = self.rule is None and self.config.acceptance == "auto"
+        return automatic or (self.rule or load_rule(self.config.acceptance)).lossless
+
+    @property
+    def reproducible(self) -> bool:
+        """True if forwards keep to shapes that agree to the bit."""
+        return bool(self.shapes.widths)
+
+    @property
+    def reader(self) -> RequestReader:
+        """Turns prompts into rows."""
+        return self._parts.reader
+
+    @property
+    def traits(self) -> Traits:
+        """What the drafter in use declares about itself."""
+        return self._parts.choice.traits
+
+    @property
+    def coupled(self) -> bool:
+        """True if every token is the target's own draw, so that a seed has one text whatever is drafted."""
+        return self._parts.choice.coupled
+
+    @property
+    def shapes(self) -> Shapes:
+        """The forward shapes that the target keeps to."""
+        return self._target_session.shapes
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The calibration of the target's forward shapes, if there is one."""
+        return self._models.calibration
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Prompt tokens the target has read so far, all requests together, without those reused from the cache."""
+        return self._target_session.prefill_tokens
+
+    def tokens_in_memory(self) -> tuple[int, int]:
+        """How many tokens the KV caches hold in all their slots: the target's and the draft model's."""
+        return self._models.tokens_in_memory()
+
+    def num_cached_tokens(self, row: Row) -> int:
+        """How many tokens of a row that begins now are in the target's KV cache already."""
+        with self._use:
+            table = self._target_session.table
+            return max((table.reusable_prefix(slot, row) for slot in range(len(table.states))), default=0)
+
+    @classmethod
+    def _over(cls, models: ModelPair, config: DecoderConfig, drafter: str | Drafter, rule: Rule | None) -> Self:
+        """A decoder over models that are loaded."""
+        decoder = cls.__new__(cls)
+        decoder._open(models, config, drafter, rule)
+        return decoder
+
+    def _open(self, models: ModelPair, config: DecoderConfig, drafter: str | Drafter, rule: Rule | None) -> None:
+        use = models.exclusive_use()
+        with use:
+            choice = choose_engine(models, config, drafter, rule)
+            reader = RequestReader(models.target, choice.no_predictions)
+            parts = _OpenParts(models, use, drafter, choice, choice.engine(), reader)
+        self.config = config
+        self.rule = rule
+        self._drafter_name = choice.name
+        self._parts_if_open = parts
+
+    @property
+    def _parts(self) -> _OpenParts:
+        if self._parts_if_open is None:
+            raise UsageError("this decoder is closed; allowed: one that is open (make another SpeculativeDecoder)")
+        return self._parts_if_open
+
+    @property
+    def _models(self) -> ModelPair:
+        return self._parts.models
+
+    @property
+    def _target_session(self) -> Session:
+        return self._models.target_session
+
+    @property
+    def _engine(self) -> Engine:
+        return self._parts.engine
+
+    @property
+    def _use(self) -> ExclusiveUse:
+        return self._parts.use
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Exclusive use of the models, with the attended lengths of this decoder."""
+        parts = self._parts
+        with parts.use, parts.use.step_of(parts.turn) as changed:
+            if changed:  # another decoder may have set its own since
+                parts.models.set_attended_lengths()
+            yield
+
+    def _in_turns(self, items: Iterator[T]) -> Iterator[T]:
+        """The items; the models are in exclusive use while one is computed, and free while the caller has it."""
+        while True:
+            with self._use:
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
 
 
 explained_fields(SpeculativeDecoder, DecoderConfig)

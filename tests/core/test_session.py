@@ -320,3 +320,16 @@ def test_an_interrupted_copy_leaves_no_wrong_cached_tokens(monkeypatch: pytest.M
     monkeypatch.setenv("SLIPSTREAM_DEBUG", "1")
     logits = session.score([first], torch.tensor([[1]]), [1])
     torch.testing.assert_close(logits[0], from_scratch(HashBackend, first, [1]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_another_draft_after_an_interrupted_round_needs_the_round_forgotten(forgets: bool) -> None:
+    session, row = Session(HashBackend()), new_row([1, 2, 3])
+    session.reserve(1, CAPACITY)
+    for drafts in ([[5]], [[5, 6]]):  # token by token, as a draft model scores its own draft
+        session.score([row], *table(drafts), keep=1)
+    if forgets:
+        session.forget_round()
+    other = [7, 8, 9]
+    logits = session.score([row], *table([other]), keep=1)[0]
+    assert torch.equal(logits, from_scratch(HashBackend, row, other)[-1:]) == forgets

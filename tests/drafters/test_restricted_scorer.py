@@ -183,7 +183,7 @@ def test_a_draft_vocabulary_that_would_be_ignored_is_refused() -> None:
         UsageError, match=r"draft_vocabulary=40, but there is no draft model; allowed: 'auto' or 'full'"
     ):
         SpeculativeDecoder("toy", draft_vocabulary=40)
-    with pytest.raises(UsageError, match=r"draft_vocabulary=40, but the toy model has no output layer"):
+    with pytest.raises(UsageError, match=r"draft_vocabulary=40, but the toy model has no weights"):
         SpeculativeDecoder("toy", "toy:2", draft_vocabulary=40)
     with pytest.raises(UsageError, match=r"draft_vocabulary=40, but the draft model is loaded already"):
         SpeculativeDecoder(shared("llama"), shared("llama", 1), draft_vocabulary=40)

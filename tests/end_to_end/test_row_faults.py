@@ -1,18 +1,18 @@
-"""An exception ends the row that it belongs to, wherever it is raised; its neighbours keep their texts."""
+"""A fault of a request's own code or of a user's drafter ends its row; any other fault leaves a usable decoder."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import pytest
 
-from slipstream import Result, SamplingParams, SpeculativeDecoder
+from slipstream import Draft, Result, SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
-from slipstream.wiring import guarded_engine
 from tests.support import tiny_models
 from tests.support.architectures import tiny_model
 from tests.support.markers import mostly_slow
@@ -22,10 +22,11 @@ AT = 6  # tokens of output after which the bad row fails
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5], [BAD, 9, 12, 9, 12], [7, 7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
 MIXED = [
     SamplingParams(max_tokens=24, ignore_eos=True),
-    SamplingParams(max_tokens=24, ignore_eos=True),
+    SamplingParams(max_tokens=24, ignore_eos=True, logprobs=1),
     SamplingParams(max_tokens=30, temperature=0.9, seed=3, presence_penalty=0.5, ignore_eos=True),
     SamplingParams(max_tokens=17, temperature=0.7, seed=8, ignore_eos=True, logprobs=2),
 ]
+SETTINGS: dict[str, Any] = {"num_draft_tokens": 3, "acceptance": "match"}
 
 
 class Broken(Exception):
@@ -40,126 +41,34 @@ def is_bad(row: Row) -> bool:
     return row.tokens[0] == BAD and row.num_output_tokens >= AT
 
 
-@contextmanager
-def patched(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    honest = getattr(owner, name)
-    object.__setattr__(
-        owner, name, lambda *arguments, **more: wrapper(honest, *arguments, **more)
-    )  # works for frozen objects too
-    try:
-        yield
-    finally:
-        object.__setattr__(owner, name, honest)
+class UsersDrafter:
+    """Prompt lookup that does something else when a row of a batch is bad."""
+
+    def __init__(self, fail: Callable[[Sequence[Row]], Any], is_bad: Callable[[Row], bool] = is_bad) -> None:
+        self.fail, self.is_bad = fail, is_bad
+        self.lookup: Any = SpeculativeDecoder("toy", drafter="ngram").drafter
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
+        if any(map(self.is_bad, rows)):
+            self.fail(rows)
+        draft: Draft = self.lookup.propose(rows, lengths, sampler)
+        return draft
 
 
-def in_drafter(decoder: SpeculativeDecoder) -> Any:
-    def propose(honest: Any, rows: Sequence[Row], *arguments: Any) -> Any:
-        if any(map(is_bad, rows)):
-            raise Broken("drafter")
-        return honest(rows, *arguments)
-
-    return patched(decoder.drafter, "propose", propose)
-
-
-def in_forward(decoder: SpeculativeDecoder) -> Any:
-    """The forward fails after it has written to its caches."""
-
-    def score(honest: Any, rows: Sequence[Row], *arguments: Any, **more: Any) -> Any:
-        out = honest(rows, *arguments, **more)
-        if any(map(is_bad, rows)):
-            raise Broken("forward")
-        return out
-
-    session = decoder._target_session
-    return both(patched(session, "score", score), patched(session, "verify_greedy", score))
-
-
-def in_policy(decoder: SpeculativeDecoder) -> Any:
-    """Code that learns from a round fails after the round was committed."""
-
-    def observe(honest: Any, rows: Sequence[Row]) -> None:
-        honest(rows)
-        if any(map(is_bad, rows)):
-            raise Broken("policy")
-
-    return patched(decoder._engine.policy, "observe", observe)
-
-
-def in_rust(decoder: SpeculativeDecoder) -> Any:
-    def propose(honest: Any, rows: Sequence[Row], *arguments: Any) -> Any:
-        if any(map(is_bad, rows)):
-            raise Panic("drafter")
-        return honest(rows, *arguments)
-
-    return patched(decoder.drafter, "propose", propose)
-
-
-def in_stop_check(decoder: SpeculativeDecoder) -> Any:
-    """The check of a stop condition fails; it runs while tokens are committed, so it cannot be repeated."""
-
-    def check(row: Row, tokens: Sequence[int], first: int) -> None:
-        if is_bad(row):
-            raise Broken("stop")
-
-    def rows(honest: Any, *arguments: Any, **more: Any) -> Any:
-        groups = honest(*arguments, **more)
-        for row in (row for group in groups for row in group if row.tokens[0] == BAD):
-            row.find_stop = partial(check, row)
-        return groups
-
-    return patched(decoder.reader, "sample_rows", rows)
-
-
-def in_options(decoder: SpeculativeDecoder) -> Any:
-    """The options of a batch cannot be prepared."""
-
-    def sampler(honest: Any, rows: Sequence[Row], *arguments: Any) -> Any:
-        if any(row.tokens[0] == BAD for row in rows):
-            raise Broken("options")
-        return honest(rows, *arguments)
-
-    return patched(decoder._engine, "make_sampler", sampler)
-
-
-def in_prompt(decoder: SpeculativeDecoder) -> Any:
-    """A prompt cannot be read."""
-
-    def assign_slot(honest: Any, slot: int, row: Row) -> None:
-        honest(slot, row)
-        if row.tokens[0] == BAD:
-            raise Broken("prompt")
-
-    return patched(decoder._target_session.table, "assign_slot", assign_slot)
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def work(*_: Any) -> Any:
-        raise error
-
-    return work
-
-
-@contextmanager
-def both(first: Any, second: Any) -> Iterator[None]:
-    with first, second:
-        yield
-
-
-LATER = {fault.__name__: fault for fault in (in_drafter, in_forward, in_policy, in_rust, in_stop_check)}
-AT_ONCE = {fault.__name__: fault for fault in (in_options, in_prompt)}
-
-
-def model_pair(**settings: Any) -> SpeculativeDecoder:
-    options = {"acceptance": "match", "num_draft_tokens": 3} | settings
-    return SpeculativeDecoder(tiny_models.fresh("llama"), tiny_models.perturbed("llama"), drafter="model", **options)
-
-
-def recurrent(**settings: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder(tiny_model("lfm2"), drafter="ngram", num_draft_tokens=3, **settings)
+def raises(rows: Sequence[Row]) -> None:
+    raise Broken("drafter")
 
 
 def toy(**settings: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder("toy", **{"drafter": "ngram", "num_draft_tokens": 3, "acceptance": "match"} | settings)
+    return SpeculativeDecoder("toy", **{"drafter": "ngram"} | SETTINGS | settings)
+
+
+def model_pair() -> SpeculativeDecoder:
+    return SpeculativeDecoder(tiny_models.fresh("llama"), tiny_models.perturbed("llama"), drafter="model", **SETTINGS)
+
+
+def recurrent() -> SpeculativeDecoder:
+    return SpeculativeDecoder(tiny_model("lfm2"), drafter="ngram", **SETTINGS)
 
 
 def ordered(place: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -170,115 +79,85 @@ def ordered(place: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @cache
-def without_fault(made: Any, place: int) -> list[Result]:
+def without_fault(made: Callable[[], SpeculativeDecoder], place: int) -> list[Result]:
     """The results of the prompts in this order where nothing fails."""
-    results: list[Result] = made().generate(*ordered(place))
-    return results
+    return made().generate(*ordered(place))  # type: ignore[return-value]
+
+
+def with_faulty_stop_check(decoder: SpeculativeDecoder, prompts: Any, params: Any) -> list[Result]:
+    """The check of a stop condition fails; it runs while tokens are committed, so it cannot be repeated."""
+
+    def check(row: Row, tokens: Sequence[int], first: int) -> None:
+        if is_bad(row):
+            raise Broken("stop")
+        return False
+
+    rows = decoder.rows(prompts, params)
+    for row in rows:
+        row.find_stop = partial(check, row)
+    return decoder.decode_rows(rows)
+
+
+def with_faulty_processor(decoder: SpeculativeDecoder, prompts: Any, params: Any) -> list[Result]:
+    def process(ids: Any, scores: Any) -> Any:
+        if ids[0, 0] == BAD and ids.shape[1] >= len(PROMPTS[1]) + AT:
+            raise Broken("processor")
+        return scores
+
+    params = [replace(options, logits_processors=[process]) for options in params]
+    return decoder.generate(prompts, params)
+
+
+def with_faulty_drafter(decoder: SpeculativeDecoder, prompts: Any, params: Any) -> list[Result]:
+    return decoder.using(drafter=UsersDrafter(raises)).generate(prompts, params)
+
+
+FAULTS = {fault.__name__: fault for fault in (with_faulty_drafter, with_faulty_processor, with_faulty_stop_check)}
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("place", range(len(PROMPTS)))
-@pytest.mark.parametrize("fault", (LATER | AT_ONCE).values(), ids=LATER | AT_ONCE)
-@pytest.mark.parametrize("made", mostly_slow([toy, model_pair, recurrent], toy))
-def test_a_fault_fails_its_row_alone(made: Any, fault: Any, place: int) -> None:
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("made", mostly_slow([toy, recurrent], toy))
+def test_a_fault_of_its_own_fails_a_row_alone(made: Any, fault: Any, place: int) -> None:
     prompts, params = ordered(place)
-    wanted = without_fault(made, place)
     decoder = made()
-    with fault(decoder):
-        results = decoder.generate(prompts, params)
-    for n, (result, whole) in enumerate(zip(results, wanted, strict=True)):
+    results = fault(decoder, prompts, params)
+    for n, (result, whole) in enumerate(zip(results, without_fault(made, place), strict=True)):
+        count = len(result.token_ids)
+        assert result.token_ids == whole.token_ids[:count]
         if n == place:
-            count = len(result.token_ids)
-            assert result.finish_reason == "error" and result.error
-            assert AT <= count < 24 if fault.__name__ in LATER else count == 0
-            assert result.token_ids == whole.token_ids[:count]
+            assert result.finish_reason == "error" and result.error and AT <= count < 24
         else:
-            assert result.token_ids == whole.token_ids and result.finish_reason == "length" and result.error is None
+            assert result.finish_reason == "length" and result.error is None and count == len(whole.token_ids)
             assert result.logprobs == whole.logprobs
-    assert [result.token_ids for result in decoder.generate(prompts, params)] == [
-        expected.token_ids for expected in wanted
-    ]
+    again = decoder.generate(prompts, params)
+    assert [result.token_ids for result in again] == [whole.token_ids for whole in without_fault(made, place)]
 
 
-@pytest.mark.parametrize("made", [toy, model_pair])
-def test_a_fault_keeps_the_caches_of_neighbours(made: Any) -> None:
-    def read(decoder: SpeculativeDecoder) -> int:
-        decoder.generate(prompts, params)
+def test_a_fault_keeps_the_caches_of_neighbours() -> None:
+    def num_read(drafter: Any) -> int:
+        decoder = toy(drafter=drafter)
+        decoder.generate(*ordered(2))
         return decoder.num_prefilled_tokens
 
-    prompts, params = ordered(2)
-    decoder = made()
-    with in_drafter(decoder):
-        faulty = read(decoder)
-    assert faulty == read(made())
-
-
-def test_without_exchange_the_neighbours_prompts_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded_engine, "exchange", lambda *_: None)
-    with pytest.raises(AssertionError):
-        test_a_fault_keeps_the_caches_of_neighbours(toy)
-
-
-def test_a_fault_that_does_not_recur_fails_no_row() -> None:
-    prompts, params = ordered(1)
-    wanted, decoder, calls = toy().generate(prompts, params), toy(), iter(range(1000))
-
-    def propose(honest: Any, *arguments: Any) -> Any:
-        if next(calls) == 3:
-            raise Broken("once")
-        return honest(*arguments)
-
-    with patched(decoder.drafter, "propose", propose):
-        results = decoder.generate(prompts, params)
-    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
-
-
-def test_a_prompt_that_cannot_be_read_beside_others_fails_alone() -> None:
-    long = [[BAD, *range(3, 60)] * 12, [*range(3, 60)] * 12]
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-
-    def decoded(decoder: SpeculativeDecoder) -> list[Row]:
-        rows = decoder.rows([PROMPTS[0], *long], params)
-        scheduler = decoder.scheduler()
-        scheduler.prompt_budget = 64
-        scheduler.add(rows[0])
-        scheduler.step()
-        for row in rows[1:]:
-            scheduler.add(row)
-        ended = [round for round in scheduler.run([]) if round.finish_reason is not None]
-        assert len(ended) == 3
-        return rows
-
-    wanted, decoder = decoded(toy(max_batch_size=3)), toy(max_batch_size=3)
-    with in_prompt(decoder):
-        rows = decoded(decoder)
-    assert isinstance(rows[1].error, Broken) and not rows[1].output
-    assert [rows[0].output, rows[2].output] == [wanted[0].output, wanted[2].output]
+    assert num_read(UsersDrafter(raises)) == num_read("ngram")
 
 
 def test_a_single_prompt_raises_its_error() -> None:
-    decoder = toy()
-    with in_drafter(decoder):
-        with pytest.raises(Broken):
-            decoder.generate(PROMPTS[1], MIXED[1])
-        tokens = []
-        with pytest.raises(Broken):
-            for chunk in decoder.stream(PROMPTS[1], MIXED[1]):
-                tokens += chunk.token_ids
-        assert tokens == toy().generate(PROMPTS[1], MIXED[1]).token_ids[: len(tokens)] and len(tokens) >= AT
+    decoder = toy(drafter=UsersDrafter(raises))
+    with pytest.raises(Broken):
+        decoder.generate(PROMPTS[1], MIXED[1])
+    tokens = []
+    with pytest.raises(Broken):
+        for chunk in decoder.stream(PROMPTS[1], MIXED[1]):
+            tokens += chunk.token_ids
+    assert tokens == toy().generate(PROMPTS[1], MIXED[1]).token_ids[: len(tokens)] and len(tokens) >= AT
 
 
-def test_a_fault_that_hits_every_row_is_raised() -> None:
-    decoder = toy()
-    with patched(decoder.drafter, "propose", raising(Broken("always"))), pytest.raises(Broken):
-        decoder.generate(PROMPTS, MIXED)
-    assert decoder.generate(PROMPTS, MIXED)[0].token_ids == toy().generate(PROMPTS, MIXED)[0].token_ids
-
-
-def test_a_keyboard_interrupt_is_raised() -> None:
-    decoder = toy()
-    with patched(decoder.drafter, "propose", raising(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
-        decoder.generate(PROMPTS, MIXED)
+def test_a_drafter_that_always_fails_fails_every_row() -> None:
+    results = toy(drafter=UsersDrafter(raises, is_bad=lambda row: True)).generate(PROMPTS, MIXED)
+    assert [result.error for result in results] == ["drafter"] * len(PROMPTS)
 
 
 class Alarm:
@@ -296,27 +175,83 @@ def alarm(number: int, frame: object) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="the system has no alarms")
-@pytest.mark.parametrize("fault", [in_drafter, in_forward, in_prompt, in_options])
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:2]], ids=["batch", "single"])
 @pytest.mark.parametrize("handler", [alarm, Alarm().method, Alarm()], ids=["function", "method", "object"])
-def test_an_exception_from_a_signal_handler_reaches_the_caller(
-    handler: Any, fault: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An alarm comes once, so repeating the round would hide it."""
-    prompts, params = ordered(1)
-    wanted, decoder = toy().generate(prompts, params), toy()
-    raised = []
+def test_an_exception_from_a_signal_handler_in_a_drafter_reaches_the_caller(handler: Any, prompts: Any) -> None:
+    """An alarm comes once, so asking the drafter again would hide it."""
+    alarms = iter([signal.SIGALRM])
 
-    def comes_once(what: str) -> Broken:
-        if not raised:
-            raised.append(what)
-            signal.raise_signal(signal.SIGALRM)
-        return Broken(what)
+    def fail(rows: Sequence[Row]) -> None:
+        for number in alarms:
+            signal.raise_signal(number)
 
+    decoder = toy(drafter=UsersDrafter(fail))
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        monkeypatch.setitem(globals(), "Broken", comes_once)
-        with fault(decoder), pytest.raises(TimeoutError, match="time is up"):
-            decoder.generate(prompts, params)
+        with pytest.raises(TimeoutError, match="time is up"):
+            decoder.generate(prompts, MIXED[1])
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert [result.token_ids for result in decoder.generate(prompts, params)] == [result.token_ids for result in wanted]
+    assert decoder.generate(PROMPTS[1], MIXED[1]).token_ids == without_fault(toy, 1)[1].token_ids
+
+
+@contextmanager
+def failing(
+    owner: Any, name: str, error: BaseException, fails: Callable[..., bool] = lambda *_: True
+) -> Iterator[None]:
+    """The method does its work and then raises once, as soon as `fails(*arguments)`."""
+    honest, errors = getattr(owner, name), [error]
+
+    def work(*arguments: Any, **more: Any) -> Any:
+        out = honest(*arguments, **more)
+        if errors and fails(*arguments):
+            raise errors.pop()
+        return out
+
+    object.__setattr__(owner, name, work)  # works for frozen objects too
+    try:
+        yield
+    finally:
+        object.__setattr__(owner, name, honest)
+
+
+def has_bad(rows: Sequence[Row], *_: Any) -> bool:
+    return any(map(is_bad, rows))
+
+
+PLACES: dict[str, Callable[[SpeculativeDecoder, BaseException], Any]] = {
+    "drafter": lambda decoder, error: failing(decoder.drafter, "propose", error, has_bad),
+    "forward": lambda decoder, error: failing(decoder._target_session.table, "note_cached", error, has_bad),
+    "policy": lambda decoder, error: failing(decoder._engine.policy, "observe", error, has_bad),
+    "options": lambda decoder, error: failing(decoder._engine, "make_sampler", error),
+    "prompt": lambda decoder, error: failing(decoder._target_session.table, "read_chunk", error),
+    "memory": lambda decoder, error: failing(decoder._target_session, "reserve", error),
+}
+
+
+@pytest.mark.parametrize("error", [Broken("ours"), Panic("ours"), KeyboardInterrupt(), MemoryError()], ids=repr)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("made", mostly_slow([toy, model_pair, recurrent], toy))
+def test_any_other_exception_reaches_the_caller_and_leaves_a_usable_decoder(made: Any, place: Any, error: Any) -> None:
+    decoder = made()
+    with place(decoder, error), pytest.raises(type(error)):
+        decoder.generate(*ordered(1))
+    results = decoder.generate(*ordered(1))
+    assert [result.token_ids for result in results] == [whole.token_ids for whole in without_fault(made, 1)]
+
+
+def continued(made: Callable[[], SpeculativeDecoder], place: str) -> list[list[int]]:
+    """The outputs of rows that go on after a round that was interrupted."""
+    decoder = made()
+    rows, scheduler = decoder.rows(*ordered(1)), decoder.scheduler()
+    with PLACES[place](decoder, Broken("once")), pytest.raises(Broken):
+        list(scheduler.run(rows))
+    assert any(row.output for row in rows) and any(row.finish_reason is None for row in rows)
+    list(scheduler.run([]))
+    return [row.output for row in rows]
+
+
+@pytest.mark.parametrize("place", ["drafter", "forward"])
+@pytest.mark.parametrize("made", mostly_slow([toy, model_pair, recurrent], toy, model_pair))
+def test_rows_can_go_on_after_an_interrupted_round(made: Any, place: str) -> None:
+    assert continued(made, place) == [whole.token_ids for whole in without_fault(made, 1)]

@@ -6,11 +6,14 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from slipstream import Draft, SpeculativeDecoder
+from slipstream.core.types import Row
 from tests.support.processes import PATIENCE
 from tests.support.raw_client import RawClient
 
@@ -72,7 +75,7 @@ class Storm:
     abandoned after some chunks, or read slowly; clients that disconnect within their request or before the answer, or
     give up after some milliseconds; long texts, which a server may cut off at its end; malformed bodies; rows that
     fail while others run.
-    Hostile ones: constraints that are bombs, faults within the engine, sockets that bring no request and
+    Hostile ones: constraints that are bombs, faults of a drafter, sockets that bring no request and
     stay open until the storm is over (`silent`), and questions after the server's health.
     """
 
@@ -252,15 +255,24 @@ def request(choose: random.Random) -> dict[str, Any]:
     return body
 
 
-def weak(decoder: Any) -> Any:
+class FaultyDrafter:
+    """A user's drafter that fails for some rows, whoever else is in the batch."""
+
+    def __init__(self, drafter: Any, fails: Callable[[Row], bool]) -> None:
+        self.drafter, self.fails = drafter, fails
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
+        if any(map(self.fails, rows)):
+            raise RuntimeError("secret")
+        draft: Draft = self.drafter.propose(rows, lengths, sampler)
+        return draft
+
+
+def with_faulty_drafter(decoder: SpeculativeDecoder, fails: Callable[[Row], bool]) -> SpeculativeDecoder:
+    return decoder.using(drafter=FaultyDrafter(decoder.drafter, fails))
+
+
+def weak(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     """A decoder whose drafter fails at prompts that begin with `FAULT`, once they have some output."""
-    drafter, mark = decoder.drafter, list(FAULT.encode())
-    propose = drafter.propose
-
-    def failing(rows: Any, *rest: Any) -> Any:
-        if any(row.tokens[: len(mark)] == mark and row.num_output_tokens > 2 for row in rows):
-            raise RuntimeError("a fault of the storm")
-        return propose(rows, *rest)
-
-    drafter.propose = failing
-    return decoder
+    mark = list(FAULT.encode())
+    return with_faulty_drafter(decoder, lambda row: row.tokens[: len(mark)] == mark and row.num_output_tokens > 2)

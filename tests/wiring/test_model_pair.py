@@ -1,4 +1,4 @@
-"""A draft model that costs as much as its target is named in the log when it is loaded."""
+"""Each kind of draft is loaded or refused with its settings; one that costs as much as its target is warned of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from slipstream import SpeculativeDecoder
+from slipstream import SpeculativeDecoder, UsageError
+from slipstream.config import DecoderConfig
+from slipstream.wiring.model_pair import ModelPair, load_draft
 from tests.support.tiny_models import fresh, shared
 
 
@@ -32,3 +34,59 @@ def test_a_later_draft_model_is_warned_of_as_well(caplog: pytest.LogCaptureFixtu
     decoder = SpeculativeDecoder(shared("llama"), reproducible=False)
     decoder.with_draft(shared("llama"))
     assert "hardly saves time" in caplog.text
+
+
+LOADED = "a loaded model"
+
+
+def loaded_draft(draft: Any, **settings: Any) -> Any:
+    config = DecoderConfig(**settings)
+    target = ModelPair.load(shared("llama"), "none", DecoderConfig(reproducible=False), None).target
+    return load_draft(fresh("llama", num_hidden_layers=1) if draft == LOADED else draft, config, target, None)
+
+
+@pytest.mark.parametrize(
+    ("draft", "settings", "name"),
+    [
+        (None, {}, None),
+        (None, {"draft_vocabulary": "full"}, None),
+        ("toy", {}, "toy"),
+        (LOADED, {}, "LlamaForCausalLM"),
+        (LOADED, {"draft_dtype": "int4"}, "LlamaForCausalLM"),
+    ],
+)
+def test_each_kind_of_draft_is_loaded(draft: Any, settings: Any, name: str | None) -> None:
+    loaded = loaded_draft(draft, **settings)
+    assert (loaded and loaded.name) == name
+
+
+@pytest.mark.parametrize(
+    ("draft", "settings", "message"),
+    [
+        (None, {"draft_dtype": "int4"}, r"^draft_dtype='int4', but there is no draft model; allowed: auto$"),
+        (
+            None,
+            {"draft_vocabulary": 32},
+            "^draft_vocabulary=32, but there is no draft model; allowed: 'auto' or 'full'$",
+        ),
+        ("toy", {"draft_dtype": "int4"}, "^draft_dtype='int4', but the toy model has no weights; allowed: auto$"),
+        ("toy", {"draft_vocabulary": 32}, "^draft_vocabulary=32, but the toy model has no weights; allowed: "),
+        ("mtp", {}, "MTP"),
+        ("mtp", {"draft_vocabulary": 32}, "^draft_vocabulary=32 with the target's MTP layers; allowed: 'auto', or "),
+        ("mtp", {"draft_context": 128}, "^draft_context=128 with the target's MTP layers; allowed: 'auto', or "),
+        (
+            "smollm2_head",
+            {"draft_vocabulary": 32},
+            "^draft_vocabulary=32 with the draft head 'smollm2_head'; allowed: ",
+        ),
+        (
+            LOADED,
+            {"draft_vocabulary": 32},
+            "^draft_vocabulary=32, but the draft model is loaded already and stays as it",
+        ),
+        (LOADED, {"draft_dtype": "bfloat16"}, "but the draft model is loaded already; allowed: auto, int4, int8$"),
+    ],
+)
+def test_settings_that_a_draft_does_not_have_are_refused(draft: Any, settings: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        loaded_draft(draft, **settings)

@@ -260,6 +260,9 @@ class Batch:
         would; what was accepted before is committed.
         """
         row, num_accepted = self.rows[place], outcome.num_accepted
+        if row.error is not None:  # its drafter has failed
+            row.fail(row.error)
+            return
         if position > num_accepted:
             position, error = num_accepted, _no_token(row) if outcome.next_token < 0 else None
         accepted = outcome.accepted

@@ -77,7 +77,13 @@ class Scheduler:
             self._reserve()
         if self._batch is None or self._batch.rows != self._running:
             self._batch = self.engine.batch(self._running)
-        return self.engine.step(self._batch, self._read_ahead if self._reading else None)
+        try:
+            return self.engine.step(self._batch, self._read_ahead if self._reading else None)
+        except BaseException:  # the rows may go on from their committed tokens
+            self._batch = None
+            for session in filter(None, (self.engine.target, self.engine.draft_session)):
+                session.forget_round()
+            raise
 
     def run(self, rows: Iterable[Row]) -> Iterator[Round]:
         """Add rows and step until none is left."""
@@ -133,7 +139,8 @@ class Scheduler:
 
     def _reserve(self) -> None:
         """Make room in the caches for the admitted rows."""
-        rows = self._reserved = self._running + self._reading
+        rows = self._running + self._reading
         length = max(row.prompt_length + row.params.max_tokens for row in rows)
         for session in filter(None, (self.engine.target, self.engine.draft_session)):
             session.reserve(max(len(rows), self.num_slots), length)
+        self._reserved = rows

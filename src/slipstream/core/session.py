@@ -123,6 +123,13 @@ class Session(DraftScorer):
                 count = min(max(state.base, state.written), length)
                 state.base = state.written = self.table.checkpoint(slot, count)
 
+    def forget_round(self) -> None:
+        """After a round that was interrupted before its commit: only committed tokens count as cached."""
+        for slot, state in enumerate(self.slot_states):
+            if state.row is not None and state.round == len(state.row.rounds):
+                state.base = state.written = self.table.checkpoint(slot, min(state.base, len(state.row.tokens)))
+                state.branches = 0
+
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token.
 
@@ -345,3 +352,6 @@ class PromptReader(Protocol):
 
     def holds(self, row: Row) -> bool:
         """True if any token of this row is cached."""
+
+    def forget_round(self) -> None:
+        """Count only committed tokens as cached, after a round that was interrupted before its commit."""

@@ -68,13 +68,15 @@ class CostModel:
     _last_step: int = -1
 
     @classmethod
-    def calibrated(cls, target: Session, calibration: Calibration, times: DraftTimes, max_batch_size: int) -> CostModel:
-        """The table that a calibration has measured, with nothing learned yet."""
+    def calibrated(
+        cls, target: Session, calibration: Calibration | None, times: DraftTimes, max_batch_size: int
+    ) -> CostModel:
+        """The table that a calibration has measured, if there is one, with nothing learned yet."""
         return cls(
             pad=target.shapes.width_for,
             ragged=target.num_tokens,
-            measured=calibration.milliseconds,
-            together=calibration.totals,
+            measured={} if calibration is None else calibration.milliseconds,
+            together={} if calibration is None else calibration.totals,
             max_batch_size=max_batch_size,
             steps=times.steps,
             token=times.token,

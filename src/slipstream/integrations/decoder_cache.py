@@ -32,7 +32,7 @@ class DecoderSettings:
 
 
 class _DecoderInsideGenerate(SpeculativeDecoder):
-    WARNS_OF_UNREAD_SETTINGS = False
+    _warns_of_unread_settings = False
 
 
 @dataclass(frozen=True, eq=False)

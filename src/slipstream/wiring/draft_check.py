@@ -13,6 +13,7 @@ from slipstream.core.rounds import RowDraft
 from slipstream.core.trees import check_parents
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.errors import UsageError
+from slipstream.sampling.sampler import Sampler as RowSampler
 
 INTEGERS = torch.int64, torch.int32  # allowed types of token ids, and of probabilities; messages name the first
 FLOATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -26,12 +27,41 @@ def checked(drafter: Drafter, backend: Backend) -> Drafter:
 
 @dataclass(frozen=True)
 class CheckedDrafter:
-    """A user's drafter. Raises UsageError if it changes a text or returns anything but a valid draft."""
+    """A user's drafter, whose drafts are checked. A row for which it fails ends with that error, alone."""
 
     drafter: Drafter
     backend: Backend  # the target's
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        try:
+            return self._valid_draft(rows, lengths, sampler)
+        except Exception as failure:
+            error = failure
+        return self._drafts_one_by_one(rows, lengths, sampler, error)
+
+    def _drafts_one_by_one(
+        self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler, error: Exception
+    ) -> Draft:
+        """Ask for one row at a time, after `error`; a row for which the drafter fails again ends with that failure.
+
+        If it fails for none, the error was no row's fault: a signal handler may have raised it.
+        """
+        count = len(rows)
+        drafts = Draft.empty(count, sampler.device)
+        for place, row in enumerate(rows):
+            own_sampler = RowSampler([row], sampler.race, self.backend.vocab_size, sampler.device)
+            try:
+                draft = self._valid_draft((row,), (lengths[place],), own_sampler)
+            except Exception as failure:
+                row.error = failure
+                continue
+            drafts = Draft.where([i == place for i in range(count)], _repeated(draft, count), drafts)
+        if all(row.error is None for row in rows):
+            raise error
+        return drafts
+
+    def _valid_draft(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        """The drafter's draft; UsageError if it is not valid, or if the drafter has changed a text."""
         name, texts = type(self.drafter).__name__, [row.tokens[:] for row in rows]
         try:
             draft = self.drafter.propose(rows, lengths, sampler)
@@ -67,6 +97,18 @@ class CheckedObserver(CheckedDrafter):
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         assert isinstance(self.drafter, Observer)
         self.drafter.observe(rows, draft, logits, verdict)
+
+
+def _repeated(draft: Draft, count: int) -> Draft:
+    """A single row's draft for each of `count` rows."""
+    return replace(
+        draft,
+        tokens=draft.tokens.expand(count, -1),
+        lengths=draft.lengths * count,
+        probs=None if draft.probs is None else draft.probs.expand(count, -1, -1),
+        parents=None if draft.parents is None else draft.parents * count,
+        rows=draft.rows * count,
+    )
 
 
 def check_draft(draft: object, max_lengths: Sequence[int], name: str, backend: Backend) -> None:

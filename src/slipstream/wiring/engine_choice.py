@@ -24,25 +24,9 @@ from slipstream.errors import UsageError
 from slipstream.models.cpu.compiled_race import race
 from slipstream.sampling.sampler import Sampler
 from slipstream.wiring.draft_check import checked
-from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 
 log = logging.getLogger("slipstream")
-
-
-@dataclass(frozen=True)
-class EngineChoice:
-    """The engine of some settings, with "auto" resolved. name, traits: the drafter's.
-
-    coupled: whether every committed token is the target's own draw, so that a seed has one text whatever is drafted.
-    no_predictions: why requests cannot have predictions, and what is allowed; empty if they can.
-    """
-
-    engine: Engine
-    name: str
-    traits: Traits
-    coupled: bool
-    no_predictions: str = ""
 
 
 def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
@@ -58,11 +42,11 @@ def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
 def choose_engine(
     models: ModelPair, config: DecoderConfig, requested: str | Drafter, rule: Rule | None
 ) -> EngineChoice:
-    """The engine of these settings. requested: the drafter; rule: an acceptance rule given as an object."""
+    """What an engine of these settings is made of. requested: the drafter; rule: an acceptance rule, if an object."""
     lengths = LengthChoice.parse(config.num_draft_tokens)
-    parts = EngineParts(models, config, lengths, pick_drafter(models, lengths, requested), rule or config.acceptance)
-    check_confidence(lengths, config.num_draft_tokens, parts.name)
-    return EngineChoice(parts.engine(), parts.name, parts.traits, parts.coupled, why_no_predictions(models, lengths))
+    choice = EngineChoice(models, config, lengths, pick_drafter(models, lengths, requested), rule or config.acceptance)
+    check_confidence(lengths, config.num_draft_tokens, choice.name)
+    return choice
 
 
 def pick_drafter(models: ModelPair, lengths: LengthChoice, requested: str | Drafter) -> str | Drafter:
@@ -76,41 +60,47 @@ def pick_drafter(models: ModelPair, lengths: LengthChoice, requested: str | Draf
 
 
 @dataclass(frozen=True)
-class EngineParts:
-    """What an engine is made of. picked: the drafter, with "auto" resolved; acceptance: a rule or its name."""
+class EngineChoice:
+    """What an engine is made of, with "auto" resolved."""
 
     models: ModelPair
     config: DecoderConfig
     lengths: LengthChoice
-    picked: str | Drafter
+    drafter: str | Drafter
     acceptance: str | Rule
 
     @property
     def name(self) -> str:
-        return name_of(self.picked)
+        return name_of(self.drafter)
 
     @property
     def traits(self) -> Traits:
         """What the drafter declares about itself."""
-        return drafters.traits_of(self.picked)
+        return drafters.traits_of(self.drafter)
 
     @property
-    def is_built_in(self) -> bool:
-        """Whether the drafter was given by name, not as an object of the user's."""
-        return isinstance(self.picked, str)
+    def no_predictions(self) -> str:
+        """The reason why requests cannot have predictions, and what is allowed; empty if they can."""
+        if self.lengths == LengthChoice("fixed", 0):
+            return (
+                "a decoder of num_draft_tokens=0, which drafts nothing; allowed: num_draft_tokens='auto' or at least 1"
+            )
+        if self.models.shapes.token_by_token or self.models.target_session.longest_draft == 0:
+            return "a target that reads drafts token by token to be reproducible; allowed: reproducible=False"
+        return ""
 
     @property
     def coupled(self) -> bool:
-        """Whether every committed token is the target's own draw."""
+        """True if every committed token is the target's own draw, so that a seed has one text whatever is drafted."""
         if self.acceptance == "auto":  # our drafters are verified by `match`, a user's that samples by its own q
-            return self.is_built_in or not self.traits.samples
+            return isinstance(self.drafter, str) or not self.traits.samples
         return rule_for(self.acceptance, Draft.empty(0, torch.device("cpu"))).coupled
 
-    def engine(self) -> GuardedEngine:
+    def engine(self) -> Engine:
         """The engine: sources, policy and rule, and the grammar of constraints."""
         models, traits, target = self.models, self.traits, self.models.target_session
         planner = self._planner() if self.lengths.kind == "auto" else None
-        return GuardedEngine(
+        return Engine(
             target,
             self._sources(planner),
             make_policy(self.lengths, planner, limit=target.longest_draft),
@@ -120,26 +110,15 @@ class EngineParts:
             # plain decoding drafts nothing, forced or not
             ForcedDrafts(target) if traits.default_length and self.lengths.count != 0 else None,
             race,
-            sessions=[session for session in (target, models.draft_session) if session is not None],
         )
 
     def _planner(self) -> Planner:
         """The planner of these models, with the costs that their calibration has measured."""
         models, traits, coupled = self.models, self.traits, self.coupled
-        target, calibration = models.target_session, models.calibration
+        target, reader, windowed = models.target_session, models.draft_reader, models.windowed
         times = models.draft_times if traits.needs_draft_model else NOT_TIMED
-        costs = CostModel(
-            pad=target.shapes.width_for,
-            ragged=target.num_tokens,
-            measured={} if calibration is None else calibration.milliseconds,
-            together={} if calibration is None else calibration.totals,
-            max_batch_size=self.config.max_batch_size,
-            steps=times.steps,
-            token=times.token,
-            timed=target.backend.device.type == "cpu",
-        )
-        planner = Planner(
-            costs,
+        return Planner(
+            CostModel.calibrated(target, models.calibration, times, self.config.max_batch_size),
             # an own cache and costs: the draft model of "hybrid", whose drafts retrieval continues
             room=LONGEST if traits.needs_cost_model else 2 * STEPS if traits.branches else STEPS,
             longest=LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft),
@@ -149,12 +128,9 @@ class EngineParts:
             is_plain=self.name == "none",
             fixed_length=traits.default_length,
             is_fixed=lambda row: traits.samples and not coupled and row.params.temperature > 0,
+            has_cached=lambda row: reader is not None and reader.holds(row),
+            to_read=lambda row: len(row.tokens) if windowed is None else windowed.num_to_read(row),
         )
-        if models.draft_reader is not None:
-            planner.has_cached = models.draft_reader.holds
-        if models.windowed is not None:
-            planner.to_read = models.windowed.num_to_read
-        return planner
 
     def _sources(self, planner: Planner | None) -> list[Source]:
         """The sources of drafts: predictions, unless the drafter reads them itself, and those of the drafter."""
@@ -162,12 +138,12 @@ class EngineParts:
         refused = self._why_no_tree() if lengths.siblings else ""
         if refused and lengths.siblings > 0:
             raise UsageError(f"num_draft_tokens={self.config.num_draft_tokens!r} with {refused}")
-        if not isinstance(self.picked, str):
-            if not isinstance(self.picked, Drafter):
+        if not isinstance(self.drafter, str):
+            if not isinstance(self.drafter, Drafter):
                 raise UsageError(
-                    f"drafter={self.picked!r}; allowed: a name or an object with propose(rows, lengths, sampler)"
+                    f"drafter={self.drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)"
                 )
-            user = checked(self.picked, target.backend)
+            user = checked(self.drafter, target.backend)
             return [*self._predictions(planner), Source(user, self.traits.needs_forwards)]
         setup = drafters.Setup(
             device=target.backend.device,
@@ -184,12 +160,12 @@ class EngineParts:
             depth=(lengths.count or 0) // (1 + lengths.siblings) if lengths.siblings > 0 else 0,
             steps=MAX_DRAFT_TOKENS if planner is None else STEPS,
         )
-        sources = drafters.sources(self.picked, setup)
+        sources = drafters.sources(self.drafter, setup)
         return sources if self.traits.reads_predictions else [*self._predictions(planner), *sources]
 
     def _predictions(self, planner: Planner | None) -> list[Source]:
         """The source that reads predictions, for drafters that do not; empty if requests cannot have any."""
-        if why_no_predictions(self.models, self.lengths):
+        if self.no_predictions:
             return []
         backend = self.models.target_session.backend
         reader = suffix.predictions(backend.vocab_size, costs_decide=planner is not None)
@@ -207,15 +183,6 @@ class EngineParts:
         if not self.models.target_session.branches:
             return "a target whose forwards take no trees; allowed: a number of tokens, or 'auto'"
         return ""
-
-
-def why_no_predictions(models: ModelPair, lengths: LengthChoice) -> str:
-    """Why predictions are refused, as the decoder never drafts, and what is allowed; empty if it does."""
-    if lengths == LengthChoice("fixed", 0):
-        return "a decoder of num_draft_tokens=0, which drafts nothing; allowed: num_draft_tokens='auto' or at least 1"
-    if models.shapes.token_by_token or models.target_session.longest_draft == 0:
-        return "a target that reads drafts token by token to be reproducible; allowed: reproducible=False"
-    return ""
 
 
 def name_of(choice: object) -> str:

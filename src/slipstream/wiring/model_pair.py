@@ -91,10 +91,8 @@ class ModelPair:
                 from slipstream.models.heads.head_files import embedded_head
 
                 draft = str(embedded_head())
-            loaded_draft = None if draft is not None or takes_none else _brought_mtp(loaded, config)
-            if loaded_draft is None:
-                loaded_draft = load_draft(draft, config, loaded, draft_tokenizer)
-            return cls._of_loaded(loaded, loaded_draft, config)
+            brought = None if draft is not None or takes_none else _brought_mtp(loaded, config)
+            return cls._of_loaded(loaded, brought or load_draft(draft, config, loaded, draft_tokenizer), config)
 
     @classmethod
     def _of_loaded(cls, target: Loaded, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
@@ -129,10 +127,9 @@ class ModelPair:
         If nothing was changed, this pair. If only weights have other values, this pair as well, with empty caches,
         unless there are copies of them. A model that was changed otherwise is tried anew, as if it were another one.
         """
-        models = [self.target] if self.draft is None else [self.target, self.draft]
-        changed = [loaded for loaded in models if loaded.view is not None and loaded.view.is_outdated()]
+        changed = [loaded for loaded in self.loaded if loaded.view is not None and loaded.view.is_outdated()]
         if not changed:
-            rewritten = [loaded.view for loaded in models if loaded.view and not loaded.view.has_same_weights()]
+            rewritten = [loaded.view for loaded in self.loaded if loaded.view and not loaded.view.has_same_weights()]
             if rewritten:
                 self.forget()
             for view in rewritten:
@@ -149,8 +146,7 @@ class ModelPair:
 
     def num_writes(self) -> int:
         """How often weights of models with owners were changed in place."""
-        models = (self.target, self.draft)
-        return sum(loaded.view.num_writes() for loaded in models if loaded is not None and loaded.view is not None)
+        return sum(loaded.view.num_writes() for loaded in self.loaded if loaded.view is not None)
 
     def with_shapes(self, config: DecoderConfig) -> ModelPair:
         """A pair of these models and caches that keeps to the forward shapes of other settings."""
@@ -160,8 +156,7 @@ class ModelPair:
     def _with_draft_times(self, max_rows: int) -> ModelPair:
         """This pair with the time of drafts of up to `max_rows` rows, if the target's forwards were timed too."""
         scorer, draft, session = self.draft_scorer(), self.draft, self.draft_session
-        timed = self.calibration is not None and self.bridged is None
-        if not timed or scorer is None or draft is None or session is None:
+        if self.calibration is None or self.bridged is not None or scorer is None or draft is None or session is None:
             return replace(self, draft_times=NOT_TIMED)
         if draft.backend.device.type != "cpu" or draft.backend.max_length < 2 * TEXT:
             return replace(self, draft_times=NOT_TIMED)
@@ -177,10 +172,14 @@ class ModelPair:
 
         return replace(self, draft_times=remembered_draft_times(draft, measure, max_rows))
 
+    @property
+    def loaded(self) -> list[Loaded]:
+        """The target, and the draft model if there is one."""
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
     def exclusive_use(self) -> ExclusiveUse:
         """The lock of these models."""
-        models = [self.target] if self.draft is None else [self.target, self.draft]
-        return ExclusiveUse([model.backend if model.model is None else model.model for model in models])
+        return ExclusiveUse([model.backend if model.model is None else model.model for model in self.loaded])
 
     @property
     def shapes(self) -> Shapes:
@@ -217,8 +216,8 @@ class ModelPair:
 
     def compare_copies(self) -> None:
         """Look at all weights of models with owners, of which there may be copies that no longer agree with them."""
-        for loaded in (self.target, self.draft):
-            if loaded is not None and loaded.view is not None:
+        for loaded in self.loaded:
+            if loaded.view is not None:
                 loaded.view.compare_copies()
 
     def forget(self) -> None:
@@ -406,47 +405,39 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
 
     tokenizer: the draft model's; None if it comes with the model, or is not needed.
     """
+    if draft is None:
+        _refuse_settings_of_weights(config, "there is no draft model")
+        return None
     if _is_mtp(draft):
         _refuse_settings_of_models(config, "the target's MTP layers")
         from slipstream.models.heads.mtp import load_mtp
 
         return load_mtp(target, load_options_of(config).with_draft_dtype(config.draft_dtype))
     options = draft_options_of(config, target.backend.device)
-    if draft is not None and not is_toy(draft):
-        from slipstream.models.heads.head_files import EMBEDDED_NAME, head_files  # imports transformers, for seconds
-        from slipstream.models.heads.load import load_head
+    if is_toy(draft):
+        _refuse_settings_of_weights(config, "the toy model has no weights")
+        return load(draft, options, tokenizer)
+    from slipstream.models.heads.head_files import EMBEDDED_NAME, head_files  # imports transformers, for seconds
+    from slipstream.models.heads.load import load_head
 
-        if (files := head_files(draft, options)) is not None:
-            _refuse_settings_of_models(config, f"the draft head {files.source!r}")
-            head = load_head(files, target, options)
-            if (trained_for := files.trained_for(target.name)) is not None:
-                log.warning("draft head %r was trained for %r, not for %r", files.source, trained_for, target.name)
-            tried = None if files.source == EMBEDDED_NAME else remembered_agreement(head, target)
-            if tried is not None and tried.is_warning:
-                log.warning("%s", tried.line(head.name, target.name))
-            return head
-    dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
-    if dtype != "auto":
-        # a model that is loaded already can still be quantised; None: there is nothing to give another type
-        allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
-        if allowed is None or dtype not in allowed:
-            loaded = "the toy model has no weights" if is_toy(draft) else "the draft model is loaded already"
-            what = "there is no draft model" if draft is None else loaded
-            raise UsageError(f"draft_dtype={dtype!r}, but {what}; allowed: {', '.join(('auto', *(allowed or ())))}")
-    if vocabulary not in ("auto", "full") and (draft is None or is_toy(draft)):
-        what = "there is no draft model" if draft is None else "the toy model has no output layer"
-        raise UsageError(f"draft_vocabulary={vocabulary!r}, but {what}; allowed: 'auto' or 'full'")
-    if draft is None:
-        return None
+    if (files := head_files(draft, options)) is not None:
+        _refuse_settings_of_models(config, f"the draft head {files.source!r}")
+        head = load_head(files, target, options)
+        if (trained_for := files.trained_for(target.name)) is not None:
+            log.warning("draft head %r was trained for %r, not for %r", files.source, trained_for, target.name)
+        agreement = None if files.source == EMBEDDED_NAME else remembered_agreement(head, target)
+        if agreement is not None and agreement.is_warning:
+            log.warning("%s", agreement.line(head.name, target.name))
+        return head
+    if is_loaded(draft) and config.draft_dtype not in ("auto", "int4", "int8"):
+        what = "but the draft model is loaded already; allowed: auto, int4, int8"
+        raise UsageError(f"draft_dtype={config.draft_dtype!r}, {what}")
     model = load(draft, options, tokenizer)
     _warn_of_size(target, model)
     settings = getattr(model.model, "config", None)
     if getattr(settings, "spd_type", None) == "pard2" or getattr(settings, "pard2", None) is True:
-        log.warning(
-            "draft model %r is one of PARD-2, which drafts with its target's hidden states or without: here it drafts "
-            "without them, and fewer of its tokens are accepted",
-            model.name,
-        )
+        what = "may draft with its target's hidden states: here it drafts without them, and fewer tokens are accepted"
+        log.warning("draft model %r is one of PARD-2: it %s", model.name, what)
     return model
 
 
@@ -476,3 +467,10 @@ def _refuse_settings_of_models(config: DecoderConfig, head: str) -> None:
     for name in OF_MODELS:
         if (value := getattr(config, name)) != "auto":
             raise UsageError(f"{name}={value!r} with {head}; allowed: 'auto', or another draft model")
+
+
+def _refuse_settings_of_weights(config: DecoderConfig, what: str) -> None:
+    if config.draft_dtype != "auto":
+        raise UsageError(f"draft_dtype={config.draft_dtype!r}, but {what}; allowed: auto")
+    if config.draft_vocabulary not in ("auto", "full"):
+        raise UsageError(f"draft_vocabulary={config.draft_vocabulary!r}, but {what}; allowed: 'auto' or 'full'")

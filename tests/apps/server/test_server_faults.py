@@ -14,12 +14,13 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from tests.support.job_cases import by_id, chat
 from tests.support.running_server import RunningServer, running_server, toy
+from tests.support.server_storm import with_faulty_drafter
 
 MARK = "!!!"  # a prompt with it fails
 GOOD = ["A heron", "The sparrow was", "Then the wind"]
 
 
-class Broken(BaseException):
+class Panic(BaseException):
     """Like errors from Rust, not a subclass of `Exception`."""
 
 
@@ -28,18 +29,8 @@ def is_bad(row: Row) -> bool:
 
 
 def faulty(**settings: Any) -> SpeculativeDecoder:
-    """The toy with a drafter that fails on marked prompts once they have some output."""
-    decoder = toy(**settings)
-    drafter: Any = decoder.drafter
-    propose = drafter.propose
-
-    def failing(rows: Sequence[Row], *arguments: Any) -> Any:
-        if any(is_bad(row) and row.num_output_tokens > 2 for row in rows):
-            raise Broken("secret")
-        return propose(rows, *arguments)
-
-    drafter.propose = failing
-    return decoder
+    """The toy with a user's drafter that fails on marked prompts once they have some output."""
+    return with_faulty_drafter(toy(**settings), lambda row: is_bad(row) and row.num_output_tokens > 2)
 
 
 def alone(prompt: str) -> str:
@@ -69,6 +60,30 @@ def test_a_stream_that_fails_ends_with_an_error_event_and_leaves_its_neighbour_a
         chunks = server.chunks("/v1/completions", body)
         assert chunks[-1]["error"]["type"] == "server_error" and len(chunks) > 1
         assert beside.result() == alone(GOOD[0])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("secret"), Panic("secret")])
+def test_a_step_that_fails_ends_its_requests_and_not_the_server(error: BaseException) -> None:
+    errors = [error]
+
+    def load() -> SpeculativeDecoder:
+        decoder: Any = toy(max_batch_size=2)
+        verify = decoder._target_session.verify_greedy
+
+        def failing(rows: Sequence[Row], *arguments: Any) -> Any:
+            verdict = verify(rows, *arguments)
+            if errors and any(row.num_output_tokens > 9 for row in rows):
+                raise errors.pop()
+            return verdict
+
+        decoder._target_session.verify_greedy = failing
+        return decoder
+
+    with running_server(load) as server:
+        answer = server.complete(GOOD[0], max_tokens=40, temperature=0)
+        assert answer.status_code == 500 and "secret" not in answer.text
+        assert [answer.json()["choices"][0]["text"] for answer in ask(server, GOOD)] == [alone(text) for text in GOOD]
+        assert server.server.failure is None and not server.call(lambda: server.service.live)
 
 
 def test_a_prompt_that_cannot_be_scored_fails_alone() -> None:
@@ -125,15 +140,15 @@ def test_a_job_answers_all_lines_but_the_one_that_fails(tmp_path: Path) -> None:
 
 def test_a_job_whose_engine_fails_raises_its_error_and_keeps_its_answers(tmp_path: Path) -> None:
     decoder = toy(max_batch_size=2)
-    drafter: Any = decoder.drafter
-    propose, calls = drafter.propose, iter(range(10**6))
+    session: Any = decoder._target_session
+    verify, calls = session.verify_greedy, iter(range(10**6))
 
     def failing(*arguments: Any) -> Any:
         if next(calls) > 30:
             raise RuntimeError("the device is gone")
-        return propose(*arguments)
+        return verify(*arguments)
 
-    drafter.propose = failing
+    session.verify_greedy = failing
     with pytest.raises(RuntimeError, match="the device is gone"):
         decoder.batch(LINES, tmp_path / "output.jsonl")
     report = toy(max_batch_size=2).batch(LINES, tmp_path / "output.jsonl")

@@ -18,9 +18,8 @@ from slipstream.apps.server.live_request import Committed, Ended, Event, Job, Li
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, with_class
 from slipstream.text.detokenizer import new_text
-from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.prompt_scores import PromptScores
 
 log = logging.getLogger("slipstream.server")
@@ -259,15 +258,19 @@ class EngineThread:
         """One round of every row; reads as much of new prompts as the rows can wait for."""
         tokens_before = self._decoder.num_prefilled_tokens
         self._scheduler.prompt_budget = self._budget.tokens
+        num_tokens = sum(len(job.row.tokens) for job in self._running.values())
         try:
             rounds = self._scheduler.step()
-        except Exception as error:  # raised before the round, for instance for lack of memory for new rows
-            new = [job for job in self._running.values() if not job.row.rounds]
-            engine = self._scheduler.engine
-            if not new or not isinstance(engine, GuardedEngine):
-                raise
-            engine.check(error)
-            self._fail(max(new, key=lambda job: job.row.prompt_length + job.row.params.max_tokens), error)
+        except BaseException as error:  # a panic of Rust code is no `Exception`
+            self._decoder.next_logits([0])  # raises if the target itself has failed, which ends this thread
+            log.error("a step has failed", exc_info=error)
+            jobs = list(self._running.values())
+            has_committed = num_tokens < sum(len(job.row.tokens) for job in jobs)
+            new = [job for job in jobs if not job.row.rounds]
+            if new and not has_committed:  # the longest new row is to blame, probably: for want of memory, say
+                jobs = [max(new, key=lambda job: job.row.prompt_length + job.row.params.max_tokens)]
+            for job in jobs:
+                self._fail(job, error if isinstance(error, Exception) else RuntimeError(with_class(error)))
             return []
         if rounds:
             self._budget.learn(self._decoder.num_prefilled_tokens - tokens_before, rounds[0].seconds.prefill)

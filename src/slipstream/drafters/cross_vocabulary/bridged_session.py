@@ -149,6 +149,9 @@ class BridgedSession:
         counterpart = self._rows.get(row)
         return counterpart is not None and self.session.holds(counterpart.row)
 
+    def forget_round(self) -> None:
+        self.session.forget_round()
+
     def draft_rows(self, rows: Sequence[Row], steps: int) -> list[Row]:
         """The rows' counterparts, up to date with the committed tokens, with room for a draft of `steps` tokens."""
         counterparts = [self._updated(row, steps) for row in rows]

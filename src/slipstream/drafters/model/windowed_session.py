@@ -62,6 +62,9 @@ class WindowedSession(DraftScorer):
     def holds(self, row: Row) -> bool:
         return self.session.holds(self._part(row))
 
+    def forget_round(self) -> None:
+        self.session.forget_round()
+
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         return self.session.score(self._read(rows), draft, lengths, keep)
 

@@ -1,0 +1,91 @@
+"""Which sources, policy and rule an engine of some settings is made of, and which settings contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from slipstream import Draft, SamplingParams, UsageError
+from slipstream.config import DecoderConfig
+from slipstream.core.types import Row
+from slipstream.wiring.engine_choice import EngineChoice, choose_engine, name_of
+from slipstream.wiring.model_pair import ModelPair
+
+
+class UsersDrafter:
+    """A drafter of the user's, which proposes nothing."""
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
+        return Draft.empty(len(rows), sampler.device)
+
+
+def choice_of(draft: str | None = None, drafter: Any = "auto", **settings: Any) -> EngineChoice:
+    config = DecoderConfig(drafter=name_of(drafter), **settings)
+    return choose_engine(ModelPair.load("toy", draft, config, None), config, drafter, None)
+
+
+PREDICTIONS, LOOKUP, MODEL = "predictions", "SuffixDrafter", "ModelDrafter"
+CASES: list[tuple[dict[str, Any], str, list[str], str, bool]] = [
+    # settings, name, sources, policy, coupled
+    ({}, "suffix", [LOOKUP], "Planner", True),
+    ({"drafter": "none"}, "none", [PREDICTIONS], "Planner", True),
+    ({"drafter": "ngram"}, "ngram", [PREDICTIONS, "NgramDrafter"], "Planner", True),
+    ({"drafter": "ngram", "num_draft_tokens": "heuristic"}, "ngram", [PREDICTIONS, "NgramDrafter"], "Heuristic", True),
+    ({"num_draft_tokens": 3}, "suffix", [LOOKUP], "Fixed", True),
+    ({"drafter": "ngram", "num_draft_tokens": 0}, "ngram", ["NgramDrafter"], "Fixed", True),
+    ({"draft": "toy"}, "hybrid", [LOOKUP, MODEL], "Planner", True),
+    ({"draft": "toy", "num_draft_tokens": 4}, "model", [PREDICTIONS, MODEL], "Fixed", True),
+    ({"draft": "toy", "acceptance": "topk:10"}, "hybrid", [LOOKUP, MODEL], "Planner", False),
+    ({"drafter": UsersDrafter()}, "UsersDrafter", [PREDICTIONS, "CheckedDrafter"], "Planner", False),
+]
+
+
+@pytest.mark.parametrize(("settings", "name", "sources", "policy", "coupled"), CASES)
+def test_settings_choose_sources_policy_and_rule(
+    settings: Any, name: str, sources: list[str], policy: str, coupled: bool
+) -> None:
+    choice = choice_of(**settings)
+    engine = choice.engine()
+    assert (choice.name, choice.coupled, type(engine.policy).__name__) == (name, coupled, policy)
+    assert sources == [
+        PREDICTIONS if source.of_predictions else type(source.drafter).__name__ for source in engine.sources
+    ]
+    assert engine.acceptance == settings.get("acceptance", "auto")
+    assert (engine.draft_session is not None) == (MODEL in sources)
+    drafts_nothing = settings.get("num_draft_tokens") == 0 or name == "none"
+    assert (engine.grammar is None) == drafts_nothing
+    assert bool(choice.no_predictions) == (settings.get("num_draft_tokens") == 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"drafter": "model"}, "drafter='model' needs a draft model; give draft="),
+        ({"drafter": 3}, r"^drafter=3; allowed: a name or an object with propose\(rows, lengths, sampler\)$"),
+        ({"drafter": "ngram", "num_draft_tokens": "3x2"}, "with drafter='ngram'; allowed: trees with drafters hybrid,"),
+        ({"drafter": "ngram", "num_draft_tokens": "confidence:0.4"}, "with drafter='ngram'; allowed: drafters "),
+        (
+            {"draft": "toy", "drafter": "model:p=40", "num_draft_tokens": "confidence:0.4"},
+            "with drafter='model:p=40'; allowed: drafters .* without p=PERCENT",
+        ),
+        (
+            {"draft": "toy", "drafter": "model", "num_draft_tokens": "3x2", "acceptance": "rejection"},
+            "with acceptance='rejection'; allowed: trees with acceptance 'match' or 'auto'",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        choice_of(**settings).engine()
+
+
+def test_the_planner_asks_the_draft_models_session_what_it_has_read() -> None:
+    choice = choice_of("toy")
+    planner, reader = choice.engine().policy, choice.models.draft_reader
+    row = Row(0, [1, 2, 3], SamplingParams(), seed=0)
+    assert reader is not None and not planner.has_cached(row)  # type: ignore[attr-defined]
+    reader.reserve(1, 8)
+    reader.read_ahead({0: row}, 8)
+    assert planner.has_cached(row)  # type: ignore[attr-defined]
