@@ -187,11 +187,41 @@ def test_malformed_schemas_are_refused_in_one_line() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
-@subcases("pattern", [r"^[[a]b]$", r"^[a&&b]$", r"^[+--]$", r"^[^\w]$", r"^\W$", r"^[\D]$", r"^\S$", r"a\<b", r"[^\s]"])
+@subcases(
+    "pattern",
+    [
+        *(
+            r"^[[a]b]$",
+            r"^[a&&b]$",
+            r"^[+--]$",
+            r"^[^\w]$",
+            r"^\W$",
+            r"^[\D]$",
+            r"^\S$",
+            r"a\<b",
+            r"[^\s]",
+            r"^[^\"]+$",
+        ),
+        *(r"^[^\\]$", r"^[^\\/:*?<>|]+$", '[^"\\\\]', r"^[\x00-\x21]$", r"^[^\n\"]$", r"^.$"),
+    ],
+)
 def test_a_pattern_allows_no_text_that_python_does_not_match(pattern: str) -> None:
     allowed = 0
-    for text in ["a", "[b]", "ab]", "&", "+", "-", ",", "5", "\u0665", "\u00e9", " ", "\u00a0", "\x1c", "a<b", "_"]:
-        is_allowed = allows({"type": "string", "pattern": pattern}, json.dumps(text, ensure_ascii=text != "\x1c"))
+    for text in [*'a&+-,5 _"\\\n\t', "[b]", "ab]", "\u0665", "\u00e9", "\u00a0", "\x1c", "a<b", '"x', "x\\"]:
+        is_allowed = allows({"type": "string", "pattern": pattern}, json.dumps(text, ensure_ascii=text < " "))
         assert re.search(pattern, text) or not is_allowed, text
         allowed += is_allowed
     assert allowed
+
+
+@subcases("pattern, text", [(r"^\p{Cc}$", '"'), (r"^\P{P}$", "\\"), ("^.$", "\r"), ("^a.$", "a\u2028")])
+def test_a_pattern_allows_no_text_that_ecmascript_does_not_match(pattern: str, text: str) -> None:
+    assert not allows({"type": "string", "pattern": pattern}, json.dumps(text, ensure_ascii=text == "\r"))
+
+
+@subcases("pattern", [r"^\aa$", r"\Aa", r"^a\z", r"^\x{41}$", r"^\pL$", r"^\U00000041$", "^[]a]$", "^[^]a]$"])
+def test_a_pattern_that_ecmascript_and_python_read_differently_is_refused(pattern: str) -> None:
+    with pytest.raises(UsageError, match=r"ECMAScript and Python read .* differently; allowed: "):
+        Constraint(json_schema={"type": "string", "pattern": pattern})
+    with pytest.raises(UsageError, match="ECMAScript and Python read"):
+        Constraint(json_schema={"type": "object", "patternProperties": {pattern: {"type": "null"}}})

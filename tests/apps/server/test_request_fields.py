@@ -259,6 +259,7 @@ NO_TEXT = "a text, or parts of one"
         ),
         (CHAT, {"format": "json"}, "format", "response_format or structured_outputs"),
         (CHAT, {"json_mode": True}, "json_mode", "response_format or structured_outputs"),
+        (CHAT, {"modalities": ["text", "audio"]}, "modalities", "modalities.1=\"audio\"; allowed: 'text'"),
         *(
             (CHAT, {name: {"guided_json": {}}}, name, "its fields belong at the top level")
             for name in ("extra_body", "options", "sampling_params", "generationConfig")
@@ -288,6 +289,11 @@ def test_unsupported_fields_are_allowed_if_empty(server: RunningServer, nothing:
         start = {"max_tokens": 1} | ({"prompt": "x"} if path == TEXT else {})
         answer = server.http.post(path, json=start | fields)
         assert answer.status_code == 200, answer.text
+
+
+def test_text_may_be_named_as_the_only_modality(server: RunningServer) -> None:
+    status, answer = ask(server, CHAT, {"modalities": ["text"], "max_tokens": 1})
+    assert status == 200, answer
 
 
 def count(server: RunningServer) -> float:

@@ -100,7 +100,6 @@ REFUSED = {
     "guided_choice": "the older form of structured_outputs is not supported; use structured_outputs.choice",
     "guided_grammar": "the older form of structured_outputs is not supported; use structured_outputs.grammar",
     "logprob_token_ids": "log-probabilities of chosen token ids are not supported; use logprobs",
-    "modalities": "only text is supported",
     "audio": "only text is supported",
     "functions": "the deprecated form of tools is not supported; use tools",
     "function_call": "the deprecated form of tool_choice is not supported; use tool_choice",
@@ -404,6 +403,7 @@ class ChatFields(ConversationFields, SamplingFields):
     max_completion_tokens: Annotated[int, NumberRange(1, MAX_TOKENS)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, NumberRange(0, 20)] | None = None
+    modalities: Annotated[list[Literal["text"]], FAIL_FAST] | None = None
     parallel_tool_calls: StrictBool | None = None
 
 
