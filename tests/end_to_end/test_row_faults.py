@@ -90,7 +90,6 @@ def with_faulty_stop_check(decoder: SpeculativeDecoder, prompts: Any, params: An
     def check(row: Row, tokens: Sequence[int], first: int) -> None:
         if is_bad(row):
             raise Broken("stop")
-        return False
 
     rows = decoder.rows(prompts, params)
     for row in rows:
