@@ -1,4 +1,4 @@
-"""A folder of runs as Markdown for a README: a table per batch size, a column per arm, and what it was measured on."""
+"""A folder of runs as Markdown for a README: a table per batch size, a column per arm, and the machine it ran on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _speed(arm: ArmSummary) -> str:
 
 
 def _texts(arm: ArmSummary) -> str:
-    """Counts of verdicts; the reference text itself and texts that are not compared are named in words."""
+    """Counts of verdicts; the reference and outputs that are not compared are named in words."""
     if any(arm.verdicts[name] for name in VERDICTS):
         text = " / ".join(str(arm.verdicts[name]) for name in VERDICTS)
     else:
