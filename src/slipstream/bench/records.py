@@ -203,12 +203,13 @@ def make_header(
 
 def machine() -> dict[str, Any]:
     """Processor, cores, torch's threads, memory and accelerator."""
+    memory = memory_bytes()
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor().model_name or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),  # not this thread's affinity, as it may be bound to one core
         "threads": torch.get_num_threads(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": None if memory is None else round(memory / 2**30),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
@@ -240,13 +241,3 @@ def differences(now: Any, then: Any, name: str = "") -> Iterator[tuple[str, Any,
         return
     for key in [*now, *(key for key in then if key not in now)]:
         yield from differences(now.get(key), then.get(key), f"{name}.{key}" if name else key)
-
-
-def _processor() -> str:
-    """The processor's name, or its architecture if the system does not know the name."""
-    return processor().model_name or platform.processor() or platform.machine()
-
-
-def _memory_gib() -> int | None:
-    memory = memory_bytes()
-    return None if memory is None else round(memory / 2**30)

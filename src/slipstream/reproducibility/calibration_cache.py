@@ -153,7 +153,8 @@ def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
 def _identity(loaded: Loaded) -> str:
     """Everything that decides how forwards round and how long they take: machine, libraries, settings, model."""
     flags = sorted(processor().flags)
-    settings = {name: os.environ[name] for name in sorted(os.environ) if _affects_rounding(name)}
+    names = [name for name in sorted(os.environ) if name.startswith(SETTINGS) and name not in THREAD_SETTINGS]
+    settings = {name: os.environ[name] for name in names}
     mkldnn: Any = torch.backends.mkldnn
     machine = [
         f"{platform.machine()} {processor().model_name} flags {_digest(flags)}",
@@ -181,11 +182,6 @@ def _cuda_libraries() -> str:
     ]
     versions = f"CUDA {torch.version.cuda} cuDNN {backends.cudnn.version()} Triton {_installed('triton')}"
     return f"{versions} {_digest(allowed)}"
-
-
-def _affects_rounding(name: str) -> bool:
-    """True if an environment variable tells a library how to compute."""
-    return name.startswith(SETTINGS) and name not in THREAD_SETTINGS
 
 
 def _configuration(model: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ NO_TEXT = "a text, or parts of one"
 @subcases(
     "path, fields, param, why",
     [
-        (CHAT, {"stop": ["", "x"]}, "stop", "stop.0: an empty text; allowed: at least 1 character"),
+        (CHAT, {"stop": ["", "x"]}, "stop", "stop.0: an empty string; allowed: at least 1 character"),
         (CHAT, {"stop": ["x"] * 33}, "stop", "stop: a list; allowed: at most 32 items"),
         (CHAT, {"stop": 5}, "stop", "stop=5; allowed: a string or a list"),
         (CHAT, {"stop": ["x" * 300]}, "stop", "stop.0: a string; allowed: at most 256"),
@@ -130,7 +130,7 @@ NO_TEXT = "a text, or parts of one"
         (CHAT, {"best_of": "2"}, "best_of", 'best_of="2"; allowed: a whole number'),
         (CHAT, {"logit_bias": {"5": "x"}}, "logit_bias.5", '.5="x"; allowed: a number from -10000 to 10000'),
         (CHAT, {"stream": "yes"}, "stream", 'stream="yes"; allowed: true or false'),
-        (CHAT, {"messages": None, "mesages": HI}, "messages", "messages is missing; is 'mesages' meant for it?"),
+        (CHAT, {"messages": None, "mesages": HI}, "messages", "messages is missing; did you misspell it as 'mesages'?"),
         (TEXT, {"prompt": [5, -3]}, "prompt", "prompt.1=-3; allowed: 0 or more"),
         (TEXT, {"prompt": {}}, "prompt", "prompt: an empty object; allowed: a string, a list of strings"),
         (TEXT, {"prompt": [[5], [999]]}, "prompt", "prompt 1: token id 999; allowed: 0 to 256"),
@@ -178,13 +178,13 @@ NO_TEXT = "a text, or parts of one"
         ),
         (
             *(CHAT, {"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}),
-            *("response_format.json_schema", "; is 'shema' meant for it?"),
+            *("response_format.json_schema", "; did you misspell it as 'shema'?"),
         ),
         (
             *(CHAT, {"structured_outputs": {"regex": 5}}),
             *("structured_outputs.regex", "structured_outputs.regex=5; allowed: a string"),
         ),
-        (CHAT, {"structured_outputs": {"json": 5}}, "structured_outputs.json", "json=5; allowed: an object or a text"),
+        (CHAT, {"structured_outputs": {"json": 5}}, "structured_outputs.json", "json=5; allowed: an object or a string"),
         (
             CHAT,
             {"structured_outputs": {"json_schema": {}}},
@@ -275,7 +275,7 @@ NO_TEXT = "a text, or parts of one"
         ),
         # suggestions for misspelt names
         (CHAT, said(role="usr"), "messages.0.role", "'tool' or 'function'; did you mean 'user'?"),
-        (CHAT, said(content=None, contents="hi"), "messages.0.content", "is null; is 'contents' meant for it?"),
+        (CHAT, said(content=None, contents="hi"), "messages.0.content", "is null; did you misspell it as 'contents'?"),
         (CHAT, {"tool_choice": "requird"}, "tool_choice", "did you mean 'required'?"),
         (CHAT, {"response_format": {"type": "json_shema"}}, "response_format.type", "did you mean 'json_schema'?"),
         (CHAT, {"tools": [{"type": "functon"}]}, "tools.0.type", "allowed: 'function'; did you mean 'function'?"),

@@ -176,7 +176,9 @@ class Chat:
             coupled=decoder.coupled,
         )
         self.turns.append(turn)
-        self._report(turn)
+        if self.debug:
+            self.display.show(round_lines(turn.rounds, decoder.tokenizer))
+        self.display.remark(turn.summary)
         return turn
 
     def _fitting(self, prompt_length: int) -> SamplingParams:
@@ -192,11 +194,6 @@ class Chat:
         seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         prediction = self.params.prediction if self.speculative else None
         return replace(shortened(self.params, min(room, max_tokens)), seed=seed, prediction=prediction)
-
-    def _report(self, turn: Turn) -> None:
-        if self.debug:
-            self.display.show(round_lines(turn.rounds, self.decoder.tokenizer))
-        self.display.remark(turn.summary)
 
     def retry(self) -> Turn | None:
         """Answer the last question again; the new answer replaces the old one."""

@@ -32,7 +32,6 @@ from slipstream.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from slipstream.bench.arms import Arm
     from slipstream.bench.plan import BenchPrompt
-    from slipstream.bench.summary import ArmSummary
     from slipstream.text.prompt_sets import NamedPrompt
 
 ARMS = (
@@ -153,7 +152,9 @@ def run_arms(
     results = {"summary": [arm.to_dict() for arm in summaries], "best_lengths": best}
     write_json(json_file, asdict(header) | results)
     fail_on_wrong_texts(summaries)
-    _fail_on_failures(summaries)
+    for arm in summaries:
+        if arm.failed:
+            raise SlipstreamError(f"arm {arm.arm}, batch {arm.batch}: {arm.failed} of its runs failed: {arm.error}")
 
 
 def _arms(arms: str | None, config: DecoderConfig) -> str:
@@ -170,9 +171,3 @@ def _refuse_missing_predictions(arms: Sequence[Arm], prompts: Sequence[BenchProm
         raise UsageError(
             f"arm {predicted!r}, but no prompt has a prediction; allowed: a .jsonl file in which some have one"
         )
-
-
-def _fail_on_failures(summaries: Sequence[ArmSummary]) -> None:
-    for arm in summaries:
-        if arm.failed:
-            raise SlipstreamError(f"arm {arm.arm}, batch {arm.batch}: {arm.failed} of its runs failed: {arm.error}")

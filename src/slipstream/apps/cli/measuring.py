@@ -59,7 +59,9 @@ class Benchmark:
         where = shlex.quote(str(folder))
         with interruptible(lambda: f"finished runs are saved: the same command with --out {where} continues"):
             lineup = Lineup(load_decoder(self.models, self.config), self.arms, self.params, chat=self.chat)
-            _announce_lossy(lineup)
+            for arm in self.arms:
+                if arm.acceptance is not None and not lineup.decoders[arm.name].lossless:
+                    warn_lossy(arm.acceptance)
             runs = Runner(lineup, planned, folder).run(earlier)
             return header, [*earlier, *watched(runs, planned, earlier)]
 
@@ -93,12 +95,6 @@ def command_line() -> str:
         elif not argument.startswith("--out="):
             kept.append(argument)
     return shlex.join(["slipstream", *kept])
-
-
-def _announce_lossy(lineup: Lineup) -> None:
-    for arm in lineup.arms:
-        if arm.acceptance is not None and not lineup.decoders[arm.name].lossless:
-            warn_lossy(arm.acceptance)
 
 
 def report_folder(folder: Path, header: Header, *, page: bool) -> None:

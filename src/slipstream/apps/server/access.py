@@ -222,16 +222,13 @@ class Access:
         """The client's address: that of the connection, or the one that the last trusted proxy names."""
         client = str((scope.get("client") or [""])[0])
         names = [name.strip() for header in _headers(scope, b"x-forwarded-for") for name in header.split(",")]
-        while names and self._is_trusted(client):
+        while names and is_address(client) and any(ip_address(client) in network for network in self._proxies):
             name = names.pop()
             name = name if is_address(name) else _host_name(name)  # some proxies add the port
             if not is_address(name):
                 break
             client = name
         return client
-
-    def _is_trusted(self, client: str) -> bool:
-        return is_address(client) and any(ip_address(client) in network for network in self._proxies)
 
     def _check_host(self, hosts: Sequence[str]) -> str:
         """Refuse host names that another site may have pointed at this machine, unless keys protect it.

@@ -38,7 +38,8 @@ def headline(data: Data) -> str:
     if (over_hf := over_hugging_face(data).get((best.arm, batch))) is not None:
         ratios.append(f"{_number(over_hf)} Hugging Face{_interval(over_hf)}")
     where = f", batches of {batch}" if batch > 1 else ""
-    measured = f"{where}, {_prompts(data, batch)}"
+    count = num_prompts(data, batch)
+    measured = f"{where}, {counted(count, 'prompt')}{': too few for a claim' if count < FEW_PROMPTS else ''}"
     if not ratios:
         return f"No drafter was faster than {_name(data, best.arm)}{measured}"
     return f"{_name(data, best.arm)}: {', '.join(ratios)}{measured}"
@@ -182,8 +183,3 @@ def _name(data: Data, arm: str) -> str:
     parsed = parse_arm(arm)
     is_plain = parsed.drafter == PLAIN and parsed.fast is None and not parsed.temperature
     return "plain decoding" if is_plain and data.label(arm).startswith("plain") else data.label(arm)
-
-
-def _prompts(data: Data, batch: int) -> str:
-    count = num_prompts(data, batch)
-    return counted(count, "prompt") + (": too few for a claim" if count < FEW_PROMPTS else "")

@@ -37,9 +37,10 @@ def _table(summaries: Sequence[ArmSummary], batch: int) -> Table:
     rows: list[Row] = []
     if len(families) > 1:
         rows += [[family, *(_family(arm, family) for arm in summaries)] for family in families]
+    speeds = [arm.speed for arm in summaries]
     rows += [
-        ["geometric mean", *(_mean(arm) for arm in summaries)],
-        ["tokens per second", *(_speed(arm) for arm in summaries)],
+        ["geometric mean", *(Cell("failed") if speed is None else cell(speed.speed_up) for speed in speeds)],
+        ["tokens per second", *("failed" if s is None else f"{s.tokens_per_second.value:.1f}" for s in speeds)],
         ["texts identical / tie / different", *(_texts(arm) for arm in summaries)],
         ["acceptance rate", *("-" if stats is None else percent(stats.acceptance_rate) for stats in drafted)],
         ["tokens per forward", *(efficiency(arm) for arm in summaries)],
@@ -49,14 +50,6 @@ def _table(summaries: Sequence[ArmSummary], batch: int) -> Table:
 
 def _family(arm: ArmSummary, family: str) -> str:
     return cell(arm.families[family].speed_up).text if family in arm.families else "failed"
-
-
-def _mean(arm: ArmSummary) -> Cell:
-    return Cell("failed") if arm.speed is None else cell(arm.speed.speed_up)
-
-
-def _speed(arm: ArmSummary) -> str:
-    return "failed" if arm.speed is None else f"{arm.speed.tokens_per_second.value:.1f}"
 
 
 def _texts(arm: ArmSummary) -> str:

@@ -306,7 +306,8 @@ def _over_length(data: Data, all_series: Sequence[Series]) -> Iterator[Chart]:
         x = "draft length (tokens)"
         if speeds:
             name, title = _numbered("speed_by_draft_length", "Tokens per second", number, len(all_series))
-            caption = f"Output tokens per second; length 0 is plain decoding. {SPEED} Texts: {_parity(part)}."
+            parity = parity_of(cell.summary for series in part for cell in series.cells if cell.length > 0)
+            caption = f"Output tokens per second; length 0 is plain decoding. {SPEED} Texts: {parity}."
             yield Chart(name, title, caption, x, "tokens per second", speeds)
         if rates:
             name, title = _numbered("acceptance_by_draft_length", "Acceptance rate", number, len(all_series))
@@ -362,10 +363,6 @@ def _positions(data: Data, arm: ArmSummary) -> tuple[Point, ...]:
 
 def _point(x: float, estimate: Estimate) -> Point:
     return Point(x, estimate.value, estimate.low, estimate.high)
-
-
-def _parity(all_series: Sequence[Series]) -> str:
-    return parity_of(cell.summary for series in all_series for cell in series.cells if cell.length > 0)
 
 
 def _filled(lines: Iterable[Line]) -> tuple[Line, ...]:

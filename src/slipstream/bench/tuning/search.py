@@ -7,7 +7,7 @@ so they show its speed without bias.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, zip_longest
 from math import ceil, log, log2
@@ -199,7 +199,7 @@ def race(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], deadline
     """
     plain, *active = arms
     result = Race()
-    order = _order(groups)
+    order = ((repeat, group) for repeat in count(1) for group in groups)
     batch = len(groups[0].prompts)
     rounds = total = num_rounds(len(active))
     while active:
@@ -252,7 +252,3 @@ def is_settled(runs: Sequence[Run]) -> bool:
         if summary.arm != PLAIN and ratio is not None and ratio.low is not None and ratio.high is not None:
             return ratio.high - ratio.low <= 2 * NARROW * ratio.value
     return False
-
-
-def _order(groups: Sequence[Group]) -> Iterator[tuple[int, Group]]:
-    return ((repeat, group) for repeat in count(1) for group in groups)
