@@ -184,7 +184,12 @@ NO_TEXT = "a text, or parts of one"
             *(CHAT, {"structured_outputs": {"regex": 5}}),
             *("structured_outputs.regex", "structured_outputs.regex=5; allowed: a string"),
         ),
-        (CHAT, {"structured_outputs": {"json": 5}}, "structured_outputs.json", "json=5; allowed: an object or a string"),
+        (
+            CHAT,
+            {"structured_outputs": {"json": 5}},
+            "structured_outputs.json",
+            "json=5; allowed: an object or a string",
+        ),
         (
             CHAT,
             {"structured_outputs": {"json_schema": {}}},
