@@ -76,7 +76,7 @@ def tool(**fields: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f"} | fields}]}
 
 
-NO_TEXT = "a text, or parts of one"
+NO_TEXT = "a string, or text parts"
 
 
 @subcases(
