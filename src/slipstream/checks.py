@@ -1,4 +1,4 @@
-"""Checks of callers' values and files: what counts as a number or a text, the wording of refusals, help texts."""
+"""Checks of callers' values and files: numbers, strings, wording of refusals, help texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeGuard
 from slipstream.errors import UsageError, did_you_mean, first_line, os_reason
 
 P = ParamSpec("P")
-# What reading a JSON file raises: it is not there, not UTF-8, not JSON, nested too deeply, or has an endless number.
+# raised by reading a JSON file that is missing, not UTF-8, not JSON, nested too deeply, or has an endless number
 UNREADABLE = (OSError, ValueError, RecursionError)
 
 
@@ -27,24 +27,24 @@ class UnknownArgumentError(UsageError, TypeError):
 
 
 def is_whole(value: object, low: float = 0, high: float = inf) -> TypeGuard[int]:
-    """Whether it is a whole number from `low` to `high`, which booleans are not."""
+    """True for an int (not a bool) between `low` and `high`."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def is_number(value: object, low: float = -inf, high: float = inf) -> TypeGuard[float]:
-    """Whether it is a finite number from `low` to `high`, which booleans are not."""
+    """True for a finite int or float (not a bool) between `low` and `high`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return -inf < value < inf and low <= value <= high
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """Whether it is a text of valid Unicode that is not empty; lone surrogates are bytes, not text."""
-    return isinstance(value, str) and value != "" and not any("\ud800" <= sign <= "\udfff" for sign in value)
+    """True for a nonempty string of valid Unicode; lone surrogates are bytes, not text."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def check_whole(name: str, value: object, low: int = 0, high: int | None = None, *, words: Sequence[str] = ()) -> None:
-    """Refuse what is no whole number within the bounds; `words` are allowed, too."""
+    """Raise unless the value is a whole number within the bounds, or one of `words`."""
     if not is_whole(value, low, inf if high is None else high) and value not in words:
         bounds = f", {low} or more" if high is None else f" from {low} to {high}"
         others = ", ".join(map(repr, words)) + " or " if words else ""
@@ -52,14 +52,17 @@ def check_whole(name: str, value: object, low: int = 0, high: int | None = None,
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Refuse what is none of these words, and suggest the nearest."""
+    """Raise unless the value is one of `allowed`; suggest the closest."""
     if value not in allowed:
         near = did_you_mean(str(value), *allowed)
         raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}{near}")
 
 
 def check_known(what: str, names: Iterable[object], allowed: Sequence[str]) -> None:
-    """Refuse the first of these names that is not allowed, and suggest the nearest. what: such as "unknown option"."""
+    """Raise for the first name that is not in `allowed`; suggest the closest.
+
+    what: begins the message, for example "unknown option".
+    """
     for name in names:
         if name not in allowed:
             raise UsageError(f"{what} {name!r}; allowed: {', '.join(allowed)}{did_you_mean(str(name), *allowed)}")
@@ -94,7 +97,7 @@ def arguments_named(owner: str, other_names: Mapping[str, str]) -> Callable[[Cal
 
 
 def _usage(owner: str, signature: inspect.Signature) -> str:
-    """How a constructor is called, without its optional keywords."""
+    """A constructor's call without its optional keywords, for messages."""
     parameters = list(signature.parameters.values())[1:]
     by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     return f"{owner}({', '.join([*by_place, 'name=value', '...'])})"
@@ -129,7 +132,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def why_unreadable(error: Exception) -> str:
-    """Why a file cannot be read, without its name, which the message has already."""
+    """Reason for a read error; the caller adds the file name."""
     if isinstance(error, UnicodeDecodeError):
         return f"it is not valid UTF-8 at byte {error.start}"
     if isinstance(error, RecursionError):
@@ -141,7 +144,10 @@ def why_unreadable(error: Exception) -> str:
 
 
 def read_json(what: str, file: Path) -> Any:
-    """What a JSON file holds. what: the kind of file, for the message; raises `UsageError` if it cannot be read."""
+    """The content of a JSON file; `UsageError` if it cannot be read.
+
+    what: the kind of file, which begins the message.
+    """
     try:
         return json.loads(file.read_text(encoding="utf-8-sig"))
     except UNREADABLE as error:
@@ -157,7 +163,7 @@ def save_json(what: str, file: Path, value: Any) -> None:
 
 
 def why_no_file(path: Path) -> str | None:
-    """Why this file cannot be written, as far as can be known without writing; None if it can."""
+    """Reason why this file cannot be written, as far as that is known without writing; None if it can."""
     try:
         if path.is_dir():
             return "it is a folder"
@@ -173,7 +179,7 @@ def why_no_file(path: Path) -> str | None:
 
 
 def why_no_folder(path: Path) -> str | None:
-    """Why nothing can be written into the folder, or into the nearest one above it that exists; None if it can."""
+    """Reason why the folder, or the nearest existing one above it, cannot be written into; None if it can."""
     try:
         nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     except (OSError, ValueError) as error:

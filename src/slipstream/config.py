@@ -43,15 +43,15 @@ class DecoderConfig:
     )
     activations: str = setting(
         "auto",
-        "precision of activations, if a quantised target is computed in its own blocks: auto (int8) | int8 | int15 "
+        "precision of activations, if a quantized target is computed in its own blocks: auto (int8) | int8 | int15 "
         "(the file's own results, up to rounding)",
     )
     quantize: str = setting(
-        "none", "quantise the target's weights at load, on CPU, which makes it another model: none | int4 | int8"
+        "none", "quantize the target's weights at load, on CPU, which makes it another model: none | int4 | int8"
     )
     draft_vocabulary: int | str = setting(
         "auto",
-        "tokens the draft model chooses from: auto (frequent ones and the text's, where that is faster) | full | "
+        "tokens the draft model chooses from: auto (frequent ones and the prompt's, where that is faster) | full | "
         "a number (of frequent ones)",
     )
     draft_context: int | str = setting(
@@ -77,7 +77,7 @@ class DecoderConfig:
         LengthChoice.parse(self.num_draft_tokens)
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):
-                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")
+                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (string)")
         for name in ("dtype", "draft_dtype"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -112,7 +112,8 @@ class DecoderConfig:
     @classmethod
     def from_json(cls, path: Path, defaults: DecoderConfig | None = None) -> DecoderConfig:
         """Settings from a JSON file; unknown keys are errors. defaults: for keys left out; None for the class's."""
-        values, allowed = read_json("config file", path), [f.name for f in fields(cls)]
+        values = read_json("config file", path)
+        allowed = [f.name for f in fields(cls)]
         if not isinstance(values, dict):
             raise UsageError(f"config file {str(path)!r} is not an object; allowed: {', '.join(allowed)}")
         check_known(f"config file {str(path)!r} has the unknown key", values, allowed)

@@ -49,7 +49,7 @@ def cut(file: IO[bytes], size: int) -> None:
 
 
 def size_of_whole_lines(file: IO[bytes]) -> int:
-    """How many bytes there are up to the last newline: all, unless the last write was torn."""
+    """Number of bytes up to and including the last newline: all, unless the last write was torn."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         begin = max(0, end - BLOCK)

@@ -50,6 +50,6 @@ def one_line(error: Exception) -> str:
 
 
 def os_reason(error: OSError) -> str:
-    """What the system says about an error, as the end of a sentence: no such file or directory."""
+    """The system's reason for an error, worded as the end of a sentence: no such file or directory."""
     words = error.strerror or one_line(error)
     return words[:1].lower() + words[1:]

@@ -13,7 +13,7 @@ from slipstream.bench.baselines import Baseline, assistant_settings
 from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, Run, start
-from slipstream.bench.summary import summarise
+from slipstream.bench.summary import summarize
 from slipstream.text.prompt_sets import NamedPrompt
 from tests.support.tiny_models import fresh, perturbed, reference, shared, tokenizer
 
@@ -126,14 +126,14 @@ def test_the_tuned_assistant_drafts_the_requested_number_of_tokens(monkeypatch: 
 def test_forwards_of_baselines_are_counted(tmp_path: Path) -> None:
     lineup = Lineup(pair(), parse_arms("none,hf,hf-lookup@5,hf-assisted-tuned@3"), PARAMS)
     runs = measured(tmp_path, lineup, batches=(1, 2))
-    by_arm = {summary.arm: summary for summary in summarise(runs, "none") if summary.batch == 1}
+    by_arm = {summary.arm: summary for summary in summarize(runs, "none") if summary.batch == 1}
     assert all((run.num_forwards is None) == (run.arm == "none") for run in runs)
     assert by_arm["hf"].block_efficiency == 1.0 == by_arm["none"].block_efficiency
     assert by_arm["hf-assisted-tuned@3"].block_efficiency > 1.2
     assert by_arm["hf-lookup@5"].block_efficiency > 1.0
     assert all(
         summary.block_efficiency is None
-        for summary in summarise(runs, "none")
+        for summary in summarize(runs, "none")
         if summary.batch == 2 and summary.stats is None
     )
     model = lineup._baselines["hf"].model

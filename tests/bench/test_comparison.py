@@ -20,7 +20,7 @@ from slipstream.bench.comparison import (
     num_runs,
     speed_up,
     student_quantile,
-    summarise,
+    summarize,
     within_noise,
 )
 from slipstream.text.prompt_sets import NamedPrompt
@@ -39,7 +39,7 @@ def pair(**options: Any) -> SpeculativeDecoder:
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.6, "min_tokens": 5}, {"stop_token_ids": [7, 8, 9, 10]}])
 def test_hugging_face_gets_the_same_options(options: dict[str, Any]) -> None:
     comparisons = list(compare(pair(), PROMPTS, SamplingParams(max_tokens=16, **options), with_hf=True))
-    counts = summarise(comparisons)["arms"]
+    counts = summarize(comparisons)["arms"]
     assert list(counts) == [PLAIN, SPECULATIVE, HF]
     assert all(line["different"] == line["not_compared"] == 0 for line in counts.values())
 
@@ -82,7 +82,7 @@ def test_options_that_hugging_face_does_not_apply_are_refused_by_name(name: str,
 def test_sampled_text_is_compared_only_under_the_match_rule() -> None:
     params = SamplingParams(max_tokens=24, temperature=1.0)
     for rule, compared in (("rejection", False), ("match", True)):
-        counts = summarise(list(compare(pair(acceptance=rule), PROMPTS, params)))["arms"][SPECULATIVE]
+        counts = summarize(list(compare(pair(acceptance=rule), PROMPTS, params)))["arms"][SPECULATIVE]
         assert counts["different"] == 0 and (counts["identical"] == 2) >= compared
         assert bool(counts["not_compared"]) is not compared
 
@@ -91,7 +91,7 @@ def test_a_wrong_rule_differs_alone_and_in_a_batch() -> None:
     toy = SpeculativeDecoder("toy", "toy:2")
     params = SamplingParams(max_tokens=24)
     wrong = toy.using("model", num_draft_tokens=4, acceptance=load_wrong_rule("first-mismatch-kept"))
-    assert summarise(list(compare(wrong, PROMPTS, params)))["arms"][SPECULATIVE]["different"] == 2
+    assert summarize(list(compare(wrong, PROMPTS, params)))["arms"][SPECULATIVE]["different"] == 2
     comparisons = list(compare(toy, PROMPTS, params))
     assert compare_batch(toy, comparisons, params)["identical"] == 2
     assert compare_batch(wrong, comparisons, params)["different"] == 2

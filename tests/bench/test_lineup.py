@@ -12,7 +12,7 @@ from slipstream.bench.arms import Arm, parse_arms
 from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import plan
 from slipstream.bench.records import Run, read_records, start
-from slipstream.bench.summary import summarise, wrong_texts
+from slipstream.bench.summary import summarize, wrong_texts
 from slipstream.core.acceptance import Rule, block
 from slipstream.models.toy import load_toy
 from tests.support.toy_bench import GREEDY, HEADER, PROMPTS, toy
@@ -103,7 +103,7 @@ def test_a_failed_arm_is_an_error_line_and_the_others_continue(tmp_path: Path) -
     assert [run.error for run in runs] == [None, "RuntimeError: out of memory"] * 2
     failed = runs[1]
     assert (failed.seconds, failed.texts, failed.stats, failed.tokens_per_second) == (0.0, [], None, None)
-    none, ngram = summarise(read_records(tmp_path)[1], "none")
+    none, ngram = summarize(read_records(tmp_path)[1], "none")
     assert none.speed is not None and ngram.speed is None and ngram.failed == 2
 
 
@@ -112,7 +112,7 @@ def test_texts_of_lossless_arms_are_identical_alone_and_in_a_batch(tmp_path: Pat
     runs = measured(tmp_path, toy(), arms, batches=(1, 2, 3), repeats=2)
     assert verdicts(runs, "none")[:2] == ["reference", "identical"]
     compared = [v for arm in arms.split(",") for v in verdicts([r for r in runs if r.repeat or r.batch > 1], arm)]
-    assert set(compared) == {"identical"} and not wrong_texts(summarise(runs, "none"))
+    assert set(compared) == {"identical"} and not wrong_texts(summarize(runs, "none"))
     assert all(run.num_output_tokens == 24 * run.batch == sum(map(len, run.texts)) for run in runs)
     assert all(run.stats["num_output_tokens"] == run.num_output_tokens for run in runs if run.stats)
 
@@ -131,7 +131,7 @@ def test_a_wrong_rule_is_caught_in_greedy_texts(tmp_path: Path, sampled: bool) -
     runs = measured(tmp_path, decoder, "model@4", params)
     # under sampling, a rule that does not couple draws promises a distribution, not a text
     assert ("different" in verdicts(runs, "model@4")) is not sampled
-    assert bool(wrong_texts(summarise(runs, "model@4"))) is not sampled
+    assert bool(wrong_texts(summarize(runs, "model@4"))) is not sampled
 
 
 def test_sampled_texts_are_compared_only_under_the_match_rule(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arms,params,message",
     [
-        ("hf", GREEDY, "arm 'hf' needs a Hugging Face model; target 'toy' is none"),
+        ("hf", GREEDY, "arm 'hf' needs a Hugging Face model; target 'toy' is not one"),
         ("hf-lookup", replace(GREEDY, presence_penalty=1.0), "arm 'hf-lookup' with presence_penalty=1.0"),
     ],
 )

@@ -22,7 +22,7 @@ from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.llama_cpp import LlamaBaseline, require_llama
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, Run, read_records, start
-from slipstream.bench.summary import summarise, wrong_texts
+from slipstream.bench.summary import summarize, wrong_texts
 from slipstream.text.prompt_sets import NamedPrompt
 from tests.support.command_line import run as command
 
@@ -145,7 +145,7 @@ def test_texts_of_llama_cpp_are_compared_and_its_prompts_timed_separately(
     assert not any(run.error for run in runs)
     llama_runs = [run for run in runs if run.arm != "none"]
     assert {run.batch for run in llama_runs} == {1} and {v for run in llama_runs for v in run.verdicts} == {"identical"}
-    by_arm = {summary.arm: summary for summary in summarise(runs, "llama") if summary.batch == 1}
+    by_arm = {summary.arm: summary for summary in summarize(runs, "llama") if summary.batch == 1}
     split = by_arm["llama"].time_split
     assert (
         split is not None and split["prefill"] > 0 and split["verify"] > 0 and sum(split.values()) == pytest.approx(1)
@@ -158,7 +158,7 @@ def test_different_texts_of_llama_cpp_are_reported_but_not_counted_as_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = measured(tmp_path, monkeypatch, spoiled=True)
-    summaries = summarise(runs, "none")
+    summaries = summarize(runs, "none")
     assert {summary.verdicts["different"] for summary in summaries if summary.arm.startswith("llama")} == {2}
     assert wrong_texts(summaries) == [] and not any(run.error for run in runs)
 
@@ -184,9 +184,9 @@ def test_options_that_llama_arms_do_not_apply_are_refused(field: str, value: Any
 
 def test_llama_arms_need_a_gguf_file_and_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms, file = parse_arms("none,llama-lookup"), tmp_path / "a.gguf"
-    with pytest.raises(UsageError, match=r"^arm 'llama-lookup' needs a \.gguf file; target 'toy' is none$"):
+    with pytest.raises(UsageError, match=r"^arm 'llama-lookup' needs a \.gguf file; target 'toy' is not one$"):
         require_llama(arms, "toy")
-    with pytest.raises(UsageError, match=r"a\.gguf' is no file; allowed: a \.gguf file$"):
+    with pytest.raises(UsageError, match=r"a\.gguf' is not a file; allowed: a \.gguf file$"):
         require_llama(arms, str(file))
     file.touch()
     require_llama(arms, str(file))
@@ -203,4 +203,4 @@ def test_bench_refuses_a_llama_arm_for_the_toy_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, _, errors = command(capsys, monkeypatch, "bench", "--target", "toy", "--arms", "none,llama")
-    assert code == 2 and errors.strip() == "error: arm 'llama' needs a .gguf file; target 'toy' is none"
+    assert code == 2 and errors.strip() == "error: arm 'llama' needs a .gguf file; target 'toy' is not one"

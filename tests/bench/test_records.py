@@ -72,7 +72,7 @@ def test_a_folder_written_before_a_field_was_added_can_be_read(tmp_path: Path) -
     assert "num_forwards" not in file.read_text()
     assert read_records(tmp_path) == (HEADER, [run_of(0)])
     file.write_text(file.read_text().replace(',"rounds":', ',"turns":'))
-    with pytest.raises(UsageError, match="line 2: no run of a benchmark"):
+    with pytest.raises(UsageError, match="line 2: not a benchmark"):
         read_records(tmp_path)
 
 
@@ -93,7 +93,7 @@ def test_a_full_disk_is_one_line_and_loses_no_finished_run(tmp_path: Path) -> No
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / FILE).stat().st_size + 50, hard))
     try:
-        with pytest.raises(SlipstreamError, match=r"runs\.jsonl' cannot be written: .*; the finished runs") as full:
+        with pytest.raises(SlipstreamError, match=r"runs\.jsonl' cannot be written: .*; finished runs") as full:
             append(tmp_path, run_of(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -116,7 +116,7 @@ def test_a_header_without_runs_is_replaced(tmp_path: Path) -> None:
     other = replace(HEADER, settings={"target": "toy:2"})
     assert open_folder(tmp_path, other) == [] and read_records(tmp_path) == (other, [])
     append(tmp_path, run_of(0))
-    with pytest.raises(UsageError, match="holds runs already"):
+    with pytest.raises(UsageError, match="already holds runs"):
         start(tmp_path, HEADER)
 
 
@@ -156,7 +156,7 @@ def test_a_folder_is_resumed_only_with_its_own_settings(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match="was begun with") as refused:
             open_folder(tmp_path, changed)
-        assert str(refused.value).endswith(f"; to start anew: rm -r {tmp_path}")
+        assert str(refused.value).endswith(f"; to start over: rm -r {tmp_path}")
         assert named in str(refused.value) and "\n" not in str(refused.value)
     assert read_records(tmp_path)[1] == [run_of(0)]
 
@@ -196,8 +196,8 @@ WRONG_ARMS = {
     "model@65": "draft length 65",
     "model@x": "arm 'model@x'",
     "model/magic": "acceptance='magic'",
-    "none@4": "none drafts nothing",
-    "none/match": "none drafts nothing",
+    "none@4": "`none` drafts nothing",
+    "none/match": "`none` drafts nothing",
     "hf@4": "arm 'hf@4'",
     "hf/match": "arm 'hf/match'",
     "hf.plain": "arm 'hf.plain'",

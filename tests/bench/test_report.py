@@ -17,7 +17,7 @@ from slipstream.apps.cli.measuring import command_line
 from slipstream.apps.cli.report import report_command
 from slipstream.bench import report
 from slipstream.bench.arms import label
-from slipstream.bench.length_series import summarise_by_temperature
+from slipstream.bench.length_series import summarize_by_temperature
 from slipstream.bench.records import Header, append, read_records, start
 from slipstream.bench.report import plots, write_report
 from slipstream.bench.report.headline import advice, flags, headline, text_verdicts
@@ -130,7 +130,7 @@ def test_acceptance_by_position_shows_positions_and_intervals_of_which_enough_is
             run.stats["accepted_per_position"] = [run.stats["num_accepted_tokens"], 4, 3, 1]
         runs = [*timed("none", [2.0] * num_prompts, drafted=0), *drafting]
         data = Data(
-            Header({}, {}, {}, ""), runs, summarise_by_temperature(runs, "none"), {"none": "none", "auto": "none"}
+            Header({}, {}, {}, ""), runs, summarize_by_temperature(runs, "none"), {"none": "none", "auto": "none"}
         )
         (chart,) = (chart for chart in charts(data) if chart.name.startswith("acceptance_by_position"))
         (line,) = chart.lines
@@ -150,7 +150,7 @@ def test_charts_by_draft_length_begin_with_plain_decoding(folder: Path) -> None:
 
 def test_only_the_fastest_of_each_kind_is_shown_if_there_are_many_arms() -> None:
     runs = [run for n in range(1, 9) for run in timed(f"ngram@{n}", [1.0 + abs(n - 5)])] + timed("none", [2.0])
-    summaries = summarise_by_temperature(runs, "none")
+    summaries = summarize_by_temperature(runs, "none")
     assert [summary.arm for summary in selected(summaries)] == ["ngram@5", "none"]
     assert len(selected(summaries[:6])) == 6
 
@@ -222,7 +222,7 @@ def folder_of(*parts: tuple[str, list[float]], lossy: str = "") -> Data:
             run.stats["lossless"] = False
     runs = [replace(run, stats=None) if run.arm == "hf" else run for run in runs]
     names = {arm: "none" for arm, _ in parts}
-    return Data(Header({}, {}, {}, ""), runs, summarise_by_temperature(runs, "none"), names)
+    return Data(Header({}, {}, {}, ""), runs, summarize_by_temperature(runs, "none"), names)
 
 
 def test_the_headline_names_the_fastest_lossless_arm_its_intervals_and_the_prompts() -> None:
@@ -369,7 +369,7 @@ def test_a_column_says_what_speed_ups_are_over_if_they_differ() -> None:
 
 
 def test_lossy_arms_are_marked_as_lossy(page: str) -> None:
-    assert "model, 3 tokens, topk:2 rule is lossy: its text is not the target&#39;s own." in page
+    assert "model, 3 tokens, topk:2 rule is lossy: its output is not the target&#39;s own." in page
 
 
 def test_the_report_lists_settings_versions_and_the_machine(page: str, folder: Path) -> None:
@@ -422,7 +422,7 @@ def test_the_command_is_kept_without_the_folder_of_its_results(monkeypatch: pyte
 def test_charts_with_fewer_than_three_points_are_left_out() -> None:
     runs = timed("none", [2.0], drafted=0) + timed("ngram@7", [1.0])
     data = Data(
-        Header({}, {}, {}, ""), runs, summarise_by_temperature(runs, "none"), {"none": "none", "ngram@7": "none"}
+        Header({}, {}, {}, ""), runs, summarize_by_temperature(runs, "none"), {"none": "none", "ngram@7": "none"}
     )
     assert charts(data) == []
     data = folder_of(("none", [2.0]), ("ngram@1", [1.0]), ("ngram@2", [1.0]))

@@ -10,7 +10,7 @@ from slipstream.apps import cli
 from slipstream.bench.records import read_records
 from slipstream.bench.report.markdown import markdown
 from slipstream.bench.report.report_data import against, load, local_time
-from slipstream.bench.summary import summarise
+from slipstream.bench.summary import summarize
 from slipstream.errors import UsageError
 from tests.support.toy_runs import fail, make
 
@@ -54,7 +54,7 @@ def test_the_text_names_settings_machine_and_versions(folder: Path) -> None:
 def test_ratios_to_another_reference_are_recomputed_from_the_runs(folder: Path) -> None:
     data = load(folder)
     other = against(data, "model@3")
-    assert other.summaries == summarise(data.runs, "model@3")
+    assert other.summaries == summarize(data.runs, "model@3")
     means = next(row for row in rows(markdown(other)) if row[0] == "geometric mean")
     assert means[3] == "1.00" and "relative to `model@3` in the same run" in markdown(other)
     with pytest.raises(UsageError, match="reference 'hf' is not among the arms; allowed: none, ngram@2"):
@@ -80,7 +80,7 @@ def test_a_failed_arm_has_no_figure(tmp_path: Path) -> None:
     [
         (("--markdown", "--reference", "ngram@2"), 0, "relative to `ngram@2`"),
         (("--markdown", "--reference", "hf"), 2, "reference 'hf' is not among the arms"),
-        (("--markdown", "--ids"), 2, "--ids beside --markdown"),
+        (("--markdown", "--ids"), 2, "--ids with --markdown"),
         (("--reference", "none"), 2, "--reference none without --markdown"),
     ],
 )

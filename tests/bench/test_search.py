@@ -95,7 +95,7 @@ def test_a_winner_without_a_certain_gain_is_not_advised(speed_up: float, noise: 
 @pytest.mark.parametrize(
     ("verdict", "lost"),
     [
-        ("different", "1 of 1 texts differ from plain decoding and are no ties"),
+        ("different", "1 of 1 texts differ from plain decoding and are not ties"),
         ("error", "failed: RuntimeError: no me"),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_small_budget_gives_advice_that_is_called_unconfirmed_and_names_one_th
     results = [*advice.others, *([advice.best] if advice.best else [])]
     assert all(0 < result.units <= counts[result.name] for result in results)
     assert advice.needed_seconds is not None and advice.needed_seconds > 60
-    assert advice.sentence.endswith(f"not confirmed: give --budget {advice.needed_seconds} or more to be sure")
+    assert advice.sentence.endswith(f"not confirmed: use --budget {advice.needed_seconds} or more to be sure")
     confirmed = tuned(tmp_path / "more", 1000, tick=1.0)[0].advice[0]
     assert confirmed.needed_seconds is None and "not confirmed" not in confirmed.sentence
 

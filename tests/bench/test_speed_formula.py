@@ -76,7 +76,7 @@ def test_a_run_is_taken_as_it_was_accepted_by_position() -> None:
         simulate(linear(), recorded(stats), [3], [1])
     with pytest.raises(UsageError, match="stats of draft trees"):
         recorded(Stats(num_rounds=10, num_draft_tokens=15, drafted_per_position=[8, 6]))
-    with pytest.raises(UsageError, match="without a draft"):
+    with pytest.raises(UsageError, match="without drafts"):
         recorded(Stats(num_rounds=10))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slipstream.bench.records import Run
-from slipstream.bench.summary import speed, speed_up, summarise, total_stats, wrong_texts
+from slipstream.bench.summary import speed, speed_up, summarize, total_stats, wrong_texts
 from slipstream.core.rounds import Round, Seconds
 from slipstream.text.results import Stats
 from tests.support.markers import mostly_slow
@@ -75,7 +75,7 @@ def stats(drafted: int, kept: int, seconds: Seconds, *, lossless: bool = True) -
 def test_speed_ups_are_paired_by_prompt_overall_and_per_family() -> None:
     times = {"a/1": (8.0, 2.0), "a/2": (1.0, 1.0), "b/1": (1.0, 2.0)}
     runs = [run(arm, prompt, pair[i]) for prompt, pair in times.items() for i, arm in enumerate(("none", "ngram"))]
-    none, ngram = summarise(runs, "none")
+    none, ngram = summarize(runs, "none")
     assert none.speed is not None and none.speed.speed_up is not None and none.speed.speed_up.value == 1.0
     assert ngram.speed is not None and ngram.speed.speed_up is not None
     assert ngram.speed.speed_up.value == pytest.approx((4 * 1 * 0.5) ** (1 / 3))
@@ -87,7 +87,7 @@ def test_speed_ups_are_paired_by_prompt_overall_and_per_family() -> None:
 def test_a_failed_run_removes_the_numbers_of_its_family_only() -> None:
     broken = run("hf", "a/1", 0.0, num_output_tokens=0, texts=[], verdicts=[], error="ValueError: no")
     runs = [run("none", "a/1", 1.0), broken, run("none", "b/1", 1.0), run("hf", "b/1", 2.0)]
-    none, baseline = summarise(runs, "none")
+    none, baseline = summarize(runs, "none")
     assert none.failed == 0 and none.speed is not None
     assert baseline.speed is None and baseline.failed == 1 and baseline.error == "ValueError: no"
     assert list(baseline.families) == ["b"] and baseline.verdicts["identical"] == 1
@@ -95,7 +95,7 @@ def test_a_failed_run_removes_the_numbers_of_its_family_only() -> None:
 
 def test_there_is_no_ratio_if_the_reference_failed() -> None:
     broken = run("none", "a/1", 0.0, num_output_tokens=0, texts=[], verdicts=[], error="ValueError: no")
-    ngram = summarise([broken, run("ngram", "a/1", 1.0)], "none")[1]
+    ngram = summarize([broken, run("ngram", "a/1", 1.0)], "none")[1]
     assert ngram.speed is not None and ngram.speed.speed_up is None and ngram.speed.tokens_per_second.value == 10
 
 
@@ -105,14 +105,14 @@ def test_the_worst_verdict_of_several_repeats_counts() -> None:
     runs = [run("ngram", "a/1", 1.0, i, verdicts=[v], stats=good) for i, v in enumerate(verdicts)]
     runs += [run("model/typical", "a/1", 1.0, verdicts=["different"], stats=bad)]
     runs += [run("hf", "a/1", 1.0, verdicts=["different"])]
-    summaries = summarise(runs, "none")
+    summaries = summarize(runs, "none")
     assert [summary.verdicts["different"] for summary in summaries] == [1, 1, 1]
     assert [summary.arm for summary in wrong_texts(summaries)] == ["ngram"]  # no other arm promises this text
 
 
 def test_time_is_split_into_shares_of_the_measured_seconds() -> None:
     parts = Seconds(prefill=1.0, draft=2.0, verify=3.0, accept=0.5, total=7.0)
-    (summary,) = summarise([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
+    (summary,) = summarize([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
     assert summary.time_split == pytest.approx(
         {"prefill": 0.1, "draft": 0.2, "verify": 0.3, "accept": 0.05, "overhead": 0.35}
     )
@@ -120,9 +120,9 @@ def test_time_is_split_into_shares_of_the_measured_seconds() -> None:
 
 def test_overhead_of_a_round_excludes_prompts() -> None:
     parts = Seconds(prefill=1.0, draft=2.0, verify=3.0, accept=0.5, total=7.0)
-    (summary,) = summarise([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
+    (summary,) = summarize([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
     assert summary.round_overhead == pytest.approx(0.5 / 6) == summary.to_dict()["round_overhead"]
-    (baseline,) = summarise([run("hf", "a/1", 1.0)], "none")
+    (baseline,) = summarize([run("hf", "a/1", 1.0)], "none")
     assert baseline.round_overhead is None
 
 
@@ -133,5 +133,5 @@ def test_statistics_of_several_runs_add_up() -> None:
     assert (total.num_draft_tokens, total.num_accepted_tokens, total.num_rounds, total.total_seconds) == (6, 4, 2, 2.0)
     assert total.drafted_per_position == [2, 2, 1, 1] and total.accepted_per_position == [2, 2, 0, 0]
     assert total.lossless and not total_stats([first, stats(1, 1, parts, lossless=False)]).lossless
-    (summary,) = summarise([run("m", "a/1", 1.0, stats=first), run("m", "a/2", 1.0, stats=second)], "none")
+    (summary,) = summarize([run("m", "a/1", 1.0, stats=first), run("m", "a/2", 1.0, stats=second)], "none")
     assert summary.acceptance_by_position == [1.0, 1.0, 0.0, 0.0] and summary.to_dict()["stats"]["alpha"] == 4 / 5

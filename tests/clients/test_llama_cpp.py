@@ -15,7 +15,7 @@ from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.llama_cpp import LlamaCppModel, versions
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, start
-from slipstream.bench.summary import summarise, wrong_texts
+from slipstream.bench.summary import summarize, wrong_texts
 from slipstream.errors import SlipstreamError
 from slipstream.text.prompt_sets import NamedPrompt
 from tests.support.client_runs import ROOT, needs
@@ -73,7 +73,7 @@ def test_llama_arms_run_beside_ours(file: Path, tmp_path: Path) -> None:
     start(tmp_path, Header({}, {}, {}, "now"))
     runs = list(Runner(lineup, plan(lineup.arms, prompts, [1], 1), tmp_path).run([]))
     assert not any(run.error for run in runs)
-    by_arm = {summary.arm: summary for summary in summarise(runs, "llama")}
+    by_arm = {summary.arm: summary for summary in summarize(runs, "llama")}
     assert by_arm["ngram@3"].verdicts["identical"] == 2 and wrong_texts(list(by_arm.values())) == []
     assert by_arm["llama"].block_efficiency == 1.0 and by_arm["llama"].time_split is not None
     assert "llama.cpp" in versions("a test")

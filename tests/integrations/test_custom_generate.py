@@ -164,7 +164,7 @@ def test_a_stopping_criterion_must_give_one_answer_per_row() -> None:
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return torch.zeros(4, dtype=torch.bool)
 
-    with pytest.raises(UsageError, match="Fixed gave 4 answers"):
+    with pytest.raises(UsageError, match="Fixed returned 4 answers"):
         shared("llama").generate(**batch(), **GREEDY, stopping_criteria=[Fixed()], custom_generate=custom_generate)
 
 

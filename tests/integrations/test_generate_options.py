@@ -124,7 +124,7 @@ def test_sampling_options_give_every_row_the_distribution_of_generate(name: str)
     settings = {"do_sample": True, "max_new_tokens": COUNT, "pad_token_id": 0, "eos_token_id": ENDS} | options
     shared("llama").generate(**batch(), **settings, custom_generate=keep)
     ids, processors = kept["input_ids"], kept["logits_processor"]
-    chosen = Options.of(kept["generation_config"], processors, kept["stopping_criteria"], len(ids))
+    chosen = Options.read(kept["generation_config"], processors, kept["stopping_criteria"], len(ids))
     rows = []
     for prompt in read_prompts(shared("llama"), ids, {"attention_mask": kept["attention_mask"]}):
         params = chosen.params(prompt, 0)

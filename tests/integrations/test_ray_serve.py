@@ -168,7 +168,7 @@ def test_a_killed_replica_breaks_off_its_own_streams_only(cluster: Cluster) -> N
 )
 def test_wrong_arguments_are_refused(args: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        ServeSpec.of(args)
+        ServeSpec.from_args(args)
     assert str(refusal.value).startswith(why)
 
 
@@ -177,5 +177,5 @@ def test_the_example_configuration_is_valid() -> None:
     (application,) = yaml.safe_load((ROOT / "examples" / "ray_serve.yaml").read_text())["applications"]
     module, _, name = application["import_path"].partition(":")
     assert (module, name) == ("slipstream.integrations.ray", "app")
-    spec = ServeSpec.of(application["args"])
+    spec = ServeSpec.from_args(application["args"])
     assert spec.config.acceptance == "match" and spec.scale()["autoscaling_config"]["max_replicas"] == 4

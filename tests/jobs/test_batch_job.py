@@ -89,14 +89,14 @@ REFUSED = [
     ("null", "null; allowed: one JSON object"),
     ('{"id": "n", "prompt": "x", "temperature": NaN}', "not JSON: NaN is not a JSON number"),
     ({"id": "r1", "prompt": "again"}, "id 'r1' is that of line 1; allowed: an id for each line"),
-    ({"prompt": "x"}, "no id; allowed: a text of 1 to 512 characters, or a whole number"),
+    ({"prompt": "x"}, "no id; allowed: a string of 1 to 512 characters, or a whole number"),
     ({"id": True, "prompt": "x"}, "id=True; allowed:"),
-    ({"id": "p"}, "no prompt; allowed: a text, token ids or a list of chat messages"),
+    ({"id": "p"}, "no prompt; allowed: a string, token ids or a list of chat messages"),
     ({"id": "e", "prompt": ""}, "prompt is empty; allowed: at least one token"),
     ({"id": "i", "prompt": [999]}, "prompt: token id 999; allowed: 0 to 256"),
     ({"id": "t", "prompt": "x", "temperature": -1}, "temperature=-1; allowed: a number, 0 or more"),
     ({"id": "u", "prompt": "x", "temprature": 1}, "unknown option 'temprature'; allowed: temperature,"),
-    ({"id": "m", "prompt": "x", "model": "gpt-9"}, "model='gpt-9'; allowed: 'toy', which is loaded, or no model"),
+    ({"id": "m", "prompt": "x", "model": "gpt-9"}, "model='gpt-9'; allowed: the loaded 'toy', or no model"),
     ({"id": "h", "prompt": "x", "chat": 1}, "chat=1; allowed: true, false"),
     ({"id": "b", "prompt": "x", "logit_bias": {"a": 1}}, "logit_bias: 'a'; allowed: token ids"),
     ({"id": "k", "prompt": "x", "constraint": {"rule": 1}}, "constraint={'rule': 1}; allowed: one of json_schema"),
@@ -104,7 +104,7 @@ REFUSED = [
         {"id": "j", "prompt": "x", "json_schema": {"type": "object"}},
         'unknown option \'json_schema\'; allowed: "constraint": {"json_schema": ...}, or another of its kinds: json_o',
     ),
-    ({"id": "l", "prompt": "x", "logits_processors": []}, "logits_processors are code, which is not read from files"),
+    ({"id": "l", "prompt": "x", "logits_processors": []}, "logits_processors in a line; allowed: other options"),
     (chat("o1", "x", model="gpt-9"), "model 'gpt-9' is not served here; allowed: 'toy'"),
     (chat("o2", "x", temperature=-1), "temperature=-1; allowed: a number from 0 to 100"),
     (chat("o3", "x", stream=True), "stream=true in a batch; allowed: false"),
@@ -160,7 +160,7 @@ def test_a_line_nested_too_deeply_is_refused_alone(decoder: SpeculativeDecoder, 
     lines = [f'{{"id": "{name}", "prompt": "x", "extra": {lists}}}' for name, lists in deep.items()]
     lines.append(json.dumps({"id": "text", "prompt": "[" * 300, "max_tokens": 2}))
     report = decoder.batch(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
-    too_deep = "lists and objects are nested too deep; allowed: at most 200 within one another"
+    too_deep = "lists and objects are nested too deeply; allowed: at most 200 levels"
     assert counts(report) == (5, 0, 1, 4) and "unknown option 'extra'" in report.errors[3]
     assert [error.partition("line ")[2] for error in report.errors[:3]] == [f"{at}: {too_deep}" for at in (2, 3, 4)]
     listed = [{"id": name, "prompt": "x", "extra": json.loads(lists)} for name, lists in list(deep.items())[:2]]
@@ -178,13 +178,13 @@ def test_a_dictionary_that_is_not_json_is_refused_alone(decoder: SpeculativeDeco
 
 def test_wrong_options_are_refused(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    with pytest.raises(UsageError, match="seed=3 for all requests of a job; allowed: a seed in a line"):
+    with pytest.raises(UsageError, match="seed=3 for all requests of a job; allowed: a seed per line"):
         decoder.batch(requests(2), out, SamplingParams(seed=3))
     with pytest.raises(
         UsageError, match=r"unknown option 'token_id'; allowed: errors, chat, .*; did you mean 'token_ids'"
     ):
         decoder.batch(requests(2), out, token_id=True)
-    with pytest.raises(UsageError, match="line 1 has OpenAI's format, whose requests bring their own options"):
+    with pytest.raises(UsageError, match="line 1 is in OpenAI's format, whose requests bring their own options"):
         decoder.batch([chat("a", "x")], out, SamplingParams(top_k=3))
     with pytest.raises(
         UsageError, match=r"absent.jsonl' cannot be read: no such file; allowed: a file with one request per line"

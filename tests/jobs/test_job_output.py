@@ -72,7 +72,7 @@ def test_the_output_of_another_job_is_refused(decoder: SpeculativeDecoder, whole
     with pytest.raises(UsageError, match="has been answered to another request, or under other options"):
         decoder.batch(LINES, out, SamplingParams(top_k=3))
     with pytest.raises(
-        UsageError, match=r"line \d: the answer is of the model with fingerprint slip-\w+, but slip-\w+ is loaded"
+        UsageError, match=r"line \d: the answer came from the model with fingerprint slip-\w+, but slip-\w+ is loaded"
     ):
         SpeculativeDecoder("toy:2", acceptance="match").batch(LINES, out)
     assert out.read_bytes() == whole

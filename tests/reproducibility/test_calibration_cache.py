@@ -150,7 +150,7 @@ def shaky(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RoundingBackend:
 
 
 def test_reproducible_is_refused_where_no_shapes_agree(shaky: RoundingBackend) -> None:
-    with pytest.raises(UsageError, match=r"reproducible=True, but no set of .* allowed: 'auto' or False"):
+    with pytest.raises(UsageError, match=r"reproducible=True, but no forward shapes .* allowed: 'auto' or False"):
         SpeculativeDecoder("rounding", reproducible=True)
 
 
@@ -191,7 +191,7 @@ def test_auto_keeps_to_agreeing_shapes_if_they_cost_little(
     monkeypatch.setattr("slipstream.reproducibility.calibration_cache.remembered", lambda loaded, rows: cost)
     with caplog.at_level(logging.INFO, logger="slipstream"):
         assert SpeculativeDecoder("toy").reproducible is is_reproducible
-    assert ("in 1.3 times the time" in caplog.text) is not is_reproducible
+    assert ("takes 1.3 times as long" in caplog.text) is not is_reproducible
     assert SpeculativeDecoder("toy", reproducible=True).reproducible
     assert not SpeculativeDecoder("toy", reproducible=False).reproducible
 

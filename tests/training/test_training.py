@@ -86,7 +86,7 @@ def test_the_trained_network_drafts_what_its_written_files_draft(trained: Path) 
     config = new_head(loaded, 256, state.token_ids)
     learner = TrainableHead(config, state.weights, state.feature_size, FrozenTarget(loaded))
     text = prompts([40])[0]
-    batch = Batch.of([(text, 2)], torch.device("cpu"))
+    batch = Batch.padded([(text, 2)], torch.device("cpu"))
     hits = learner.hits(batch)[0]
     for row in (3, 11, 30):
         draft = transcribed(head, target(), text[: row + 2], STEPS)
@@ -130,7 +130,7 @@ def test_heads_for_other_architectures_have_finite_losses_and_no_empty_weights(n
     config = new_head(model, 90, torch.arange(30))
     weights = starting_weights(model, config, seed=1)
     learner = TrainableHead(config, weights, torch.ones(96), FrozenTarget(model))
-    loss, count = learner.loss(Batch.of([(prompts([30])[0], 5), (prompts([20])[0], 5)], torch.device("cpu")))
+    loss, count = learner.loss(Batch.padded([(prompts([30])[0], 5), (prompts([20])[0], 5)], torch.device("cpu")))
     assert count == 40 and bool(loss.isfinite())
     assert all(bool(weight.any()) for weight in weights.values())
 
@@ -161,7 +161,7 @@ def test_the_users_turn_is_found_in_the_template() -> None:
     before, ends = user_turn(decoder())
     assert before == [3 + LETTERS.index("u"), 3 + LETTERS.index(":")] and ends == ()
     named = tokenizer(template="{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}")
-    with pytest.raises(UsageError, match="does not show where a user's words begin"):
+    with pytest.raises(UsageError, match="does not show where a user's message begins"):
         user_turn(decoder(tokenizer=named))
 
 
@@ -181,7 +181,7 @@ def test_prompts_and_texts_are_read_from_files(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
-        ('{"id": 3}', 'line 2: no prompt; allowed: {"prompt": text, ids or messages} or {"text": text}'),
+        ('{"id": 3}', 'line 2: no prompt; allowed: {"prompt": string, ids or messages} or {"text": string}'),
         ('{"prompt": 7}', "line 2: prompt 7; allowed"),
         ('{"prompt": [9999]}', "line 2: prompt: token id 9999"),
     ],
@@ -197,9 +197,9 @@ def test_an_invalid_line_is_named_before_anything_is_generated(tmp_path: Path, l
 
 @pytest.mark.slow
 def test_a_folder_belongs_to_one_training(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds a training with seed=0, this one has 1; allowed: the same, or another"):
+    with pytest.raises(UsageError, match="was trained with seed=0, not 1; allowed: the same, or another"):
         job(trained, seed=1)
-    other_target = r"holds a training for another target, whose fingerprint is 'slip-.*or another folder$"
+    other_target = r"was trained for a target with fingerprint 'slip-.*or another folder$"
     with pytest.raises(UsageError, match=other_target):
         job(trained).run(SpeculativeDecoder(fresh("llama", num_hidden_layers=4), tokenizer=tokenizer()))
     lock = locked(trained / training_job.LOCK)
@@ -374,7 +374,7 @@ def test_unfinished_texts_are_kept_when_the_time_is_over(tmp_path: Path, monkeyp
 
 def test_too_little_time_for_two_texts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "monotonic", Clock(1000.0))
-    with pytest.raises(UsageError, match=r"--hours 0.1 and --tokens 3000 are enough for 0 texts; allowed: "):
+    with pytest.raises(UsageError, match=r"--hours 0.1 and --tokens 3000 suffice for 0 texts; allowed: "):
         train(tmp_path, hours=0.1)
 
 
@@ -399,7 +399,7 @@ def test_a_finished_training_rewrites_its_head_and_notices_missing_texts(shortly
     made.write_bytes(b"".join(lines[:-1]))
     with pytest.raises(SlipstreamError, match=f"holds {len(lines) - 1} texts; allowed: the {len(lines)} that the"):
         train(folder, num_steps=16)
-    with pytest.raises(SlipstreamError, match=r"texts.jsonl': file exists; nothing was kept yet"):
+    with pytest.raises(SlipstreamError, match=r"texts.jsonl': file exists; nothing was saved yet"):
         train(made, num_steps=16)
 
 

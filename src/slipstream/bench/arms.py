@@ -1,4 +1,4 @@
-"""Arms: how users write them (`model@4/rejection`, for example), which ones are refused, and how they read in words."""
+"""Arms: their notation (`model@4/rejection`, for example), which ones are refused, and their names in words."""
 
 from __future__ import annotations
 
@@ -42,22 +42,17 @@ _BASELINES = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of generating. name: as the user wrote it, unique within a run.
+    """One way of generating; None keeps the run's setting."""
 
-    drafter: a drafter's name; num_draft_tokens: its draft length; acceptance: the rule; fast: False for weights that
-    are never packed. In these and in temperature, None keeps the run's setting. baseline: which generation of another
-    project this is (drafter, acceptance and fast then do not apply), None for our own. predicted: whether the arm gets
-    the predictions of the prompts.
-    """
-
-    name: str
+    name: str  # as the user wrote it, unique within a run
     drafter: str | None = None
-    num_draft_tokens: int | str | None = None
+    num_draft_tokens: int | str | None = None  # the draft length
     acceptance: str | None = None
-    fast: bool | None = None
+    fast: bool | None = None  # False: weights that are never packed
     temperature: float | None = None
+    # another project's generation, to which drafter, acceptance and fast do not apply; None: our own
     baseline: str | None = None
-    predicted: bool = False
+    predicted: bool = False  # the arm uses the prompts' predictions
 
 
 def parse_arms(text: str) -> list[Arm]:
@@ -72,7 +67,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 
 def parse_arm(text: str) -> Arm:
-    """One arm; unknown drafters and rules, and parts that would have no effect, are refused."""
+    """Parse one arm; unknown drafters and rules, and parts without effect, are refused."""
     parts = _ARM.fullmatch(text)
     if parts is None:
         raise UsageError(f"arm {text!r}; allowed: {SYNTAX}")
@@ -85,7 +80,7 @@ def parse_arm(text: str) -> Arm:
     drafter = parts["name"] + (parts["argument"] or "")
     drafters.check_name(drafter)
     if parts["name"] == PLAIN and (length is not None or parts["rule"]):
-        raise UsageError(f"arm {text!r}: none drafts nothing; allowed: none, without a length or a rule")
+        raise UsageError(f"arm {text!r}: `none` drafts nothing; allowed: `none` without a length or a rule")
     if parts["rule"] not in (None, "auto"):
         load_rule(parts["rule"])
     plain = False if parts["plain"] else None
@@ -93,7 +88,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def _length(text: str, spelled: str | None) -> int | str | None:
-    """A number of tokens, or a form that `num_draft_tokens` has."""
+    """A number of tokens, or one of the forms of `num_draft_tokens`."""
     if spelled is None:
         return None
     count = int(spelled) if spelled.isdecimal() else LengthChoice.parse(spelled).count
@@ -103,7 +98,7 @@ def _length(text: str, spelled: str | None) -> int | str | None:
 
 
 def reference_of(arms: Sequence[Arm], name: str | None) -> str:
-    """The arm that speed-ups refer to: the one named, else plain decoding, else the first."""
+    """The arm that speed-ups refer to: the named one, else plain decoding, else the first."""
     names = [arm.name for arm in arms]
     if name is None:
         return PLAIN if PLAIN in names else names[0]
@@ -119,7 +114,7 @@ def check_reference(name: str, names: Sequence[str]) -> None:
 
 
 def runs_in_batches(arm: Arm) -> bool:
-    """Whether the arm can decode several prompts together: our own and transformers' plain generation."""
+    """True if the arm can decode several prompts together: our own, and transformers' plain generation."""
     return arm.baseline in (None, HF)
 
 
@@ -141,7 +136,7 @@ def _baseline(text: str, parts: re.Match[str], length: int | str | None, tempera
 
 
 def label(name: str, *, temperature: bool = True) -> str:
-    """An arm's name in words. temperature: whether to name the arm's own temperature, if it has one."""
+    """An arm's name in words. temperature: include the arm's own temperature, if it has one."""
     arm = parse_arm(name)
     parts = [_BASELINES.get(arm.baseline or "") or ("plain" if arm.drafter == PLAIN else str(arm.drafter))]
     if isinstance(arm.num_draft_tokens, str):

@@ -23,19 +23,16 @@ SUPPORTED |= {"stop_token_ids", "ignore_eos", "seed"}
 
 @dataclass(frozen=True)
 class Baseline:
-    """One arm of transformers. model, assistant: plain transformers objects, shared with our own unpacked arms.
-
-    max_batch_size: more prompts than this are decoded one batch after the other.
-    """
+    """One arm of transformers."""
 
     arm: Arm
-    model: Any
+    model: Any  # plain transformers object, shared with our own unpacked arms, as is `assistant`
     assistant: Any
     end_ids: tuple[int, ...]
-    max_batch_size: int = 8
+    max_batch_size: int = 8  # more prompts are decoded one batch after the other
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[list[list[int]], int]:
-        """The new token ids of each prompt, its end token included, and how many forwards of the target they took.
+        """The new token ids of each prompt, its end token included, and the number of forwards of the target.
 
         Several prompts are padded on the left. params: one per prompt, which differ only in the seed; the first seed of
         a batch counts.
@@ -70,7 +67,7 @@ class Baseline:
         return torch.tensor(ids, device=self.model.device), torch.tensor(mask, device=self.model.device)
 
     def _options(self, params: SamplingParams, ends: list[int]) -> dict[str, Any]:
-        """Every option is set, so that none of the model's own defaults applies."""
+        """All options, set explicitly so that none of the model's own defaults applies."""
         sampled = params.temperature > 0
         options: dict[str, Any] = {
             "do_sample": sampled,
@@ -116,7 +113,7 @@ def assistant_settings(arm: Arm, assistant: Any) -> Iterator[None]:
     """The assistant's generation settings for one call.
 
     Transformers reads the draft length from the assistant's `generation_config` (given to `generate` it is ignored)
-    and may write there what it adapted; afterwards the old settings are back, so that no run depends on earlier ones.
+    and may store adapted values there; the old settings are restored, so that no run depends on earlier ones.
     """
     if assistant is None:
         yield
@@ -134,7 +131,7 @@ def assistant_settings(arm: Arm, assistant: Any) -> Iterator[None]:
 
 
 def check_params(arm: str, params: SamplingParams, supported: Collection[str] = SUPPORTED) -> None:
-    """Refuse options that an arm does not apply, as arms must do the same work. arm: how messages name it."""
+    """Refuse options that an arm does not apply, as arms must do the same work. arm: its name, for messages."""
     for f in fields(SamplingParams):
         if f.name not in supported and getattr(params, f.name) != getattr(SamplingParams(), f.name):
             allowed = ", ".join(sorted(supported))
@@ -142,11 +139,11 @@ def check_params(arm: str, params: SamplingParams, supported: Collection[str] = 
 
 
 def no_hf_model(arm: Arm, target: str) -> UsageError:
-    """The error for an arm that needs a Hugging Face model, with a target that is none."""
-    return UsageError(f"arm {arm.name!r} needs a Hugging Face model; target {target!r} is none")
+    """The error for an arm that needs a Hugging Face model, when the target is not one."""
+    return UsageError(f"arm {arm.name!r} needs a Hugging Face model; target {target!r} is not one")
 
 
 def _cut(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    """Up to and including the first end token; what follows is padding."""
+    """The tokens up to and including the first end token; padding follows."""
     end = next((i for i, token in enumerate(tokens) if token in ends), None)
     return tokens if end is None else tokens[: end + 1]

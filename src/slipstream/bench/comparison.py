@@ -1,7 +1,7 @@
-"""Plain against speculative decoding on the same prompts in one run: speed, and the proof that the texts agree.
+"""Plain against speculative decoding on the same prompts in one run: speed, and proof that the outputs agree.
 
 Arms are warmed up on the first prompt and take turns, in an order that is reversed from one run to the next, so that a
-machine that becomes slower or faster favours none of them. Times are geometric means of the repeats. The interval of a
+machine that becomes slower or faster favors none of them. Times are geometric means of the repeats. The interval of a
 speed-up is Student's, from the scatter of the repeats: it shows how far another run of the same prompts may differ.
 """
 
@@ -30,13 +30,13 @@ ARMS = {PLAIN: Arm(PLAIN, "none"), SPECULATIVE: Arm(SPECULATIVE, predicted=True)
 
 @dataclass(frozen=True)
 class Run:
-    """One arm on one prompt. repeats: the seconds of each run; seconds: their geometric mean."""
+    """One arm on one prompt."""
 
     token_ids: list[int]
-    seconds: float
+    seconds: float  # geometric mean of the repeats
     difference: Difference | None = None
     result: Result | None = None
-    repeats: tuple[float, ...] = ()
+    repeats: tuple[float, ...] = ()  # seconds of each run
 
     @property
     def tokens_per_second(self) -> float:
@@ -56,14 +56,14 @@ class Comparison:
         return self.runs[arm].tokens_per_second / self.runs[PLAIN].tokens_per_second
 
     def log_speed_ups(self, arm: str) -> list[float]:
-        """For each repeat, the logarithm of how many times as fast as plain decoding the arm was."""
+        """For each repeat, the logarithm of the speed relative to plain decoding."""
         run, plain = self.runs[arm], self.runs[PLAIN]
         tokens = log(len(run.token_ids) / len(plain.token_ids))
         return [tokens + log(base / seconds) for seconds, base in zip(run.repeats, plain.repeats, strict=True)]
 
 
 def speed_up(comparisons: Sequence[Comparison], arm: str) -> Estimate:
-    """The geometric mean over prompts and repeats, with its 95 % interval; without one if nothing was repeated."""
+    """The geometric mean over prompts and repeats, with its 95 % interval if there are repeats."""
     logs = [comparison.log_speed_ups(arm) for comparison in comparisons]
     value, count = fmean([entry for repeats in logs for entry in repeats]), sum(map(len, logs))
     freedom = count - len(logs)
@@ -75,7 +75,7 @@ def speed_up(comparisons: Sequence[Comparison], arm: str) -> Estimate:
 
 
 def within_noise(estimate: Estimate) -> bool:
-    """Whether the interval contains 1, so that the measurement shows no difference."""
+    """True if the interval contains 1: the measurement shows no difference."""
     return estimate.low is not None and estimate.high is not None and estimate.low <= 1 <= estimate.high
 
 
@@ -104,10 +104,10 @@ def compare(
 ) -> Iterator[Comparison]:
     """Run every prompt through every arm, arms interleaved, and yield a comparison per prompt.
 
-    The arms are "plain", "speculative" and "hf generate": `Comparison.runs` has a `Run` of each by its name.
+    The arms are "plain", "speculative" and "hf generate", the keys of `Comparison.runs`.
     Prompt number i is sampled with seed + i; without a seed, with i. Each run starts with an empty KV cache. With
     `repeats` > 1 an arm's time is the geometric mean of its runs. with_hf: also run transformers' own `generate`;
-    options that it would not apply as we do are refused. on_run: called before each run, warm-ups included, with a
+    options that it would apply differently are refused. on_run: called before each run, warm-ups included, with a
     description; `num_runs` calls in all.
     """
     if isinstance(prompts, str):
@@ -117,7 +117,8 @@ def compare(
     report = on_run or (lambda doing: None)
     arms = [arm for name, arm in ARMS.items() if name != HF or with_hf]
     lineup = Lineup(decoder, arms, params, chat=chat)
-    timed, judge = TimedRuns(lineup), Judge(lineup)
+    timed = TimedRuns(lineup)
+    judge = Judge(lineup)
     for number, (prompt, named) in enumerate(zip(texts, name_prompts(texts), strict=True)):
         ids = lineup.encode(named)
         if number == 0:
@@ -136,7 +137,7 @@ def compare(
 
 
 def num_runs(prompts: int, repeats: int, *, with_hf: bool = False) -> int:
-    """How often `compare` runs an arm, warm-ups included."""
+    """Number of runs that `compare` makes, warm-ups included."""
     return (1 + prompts * repeats) * (len(ARMS) if with_hf else len(ARMS) - 1)
 
 
@@ -151,13 +152,15 @@ def _judged(judge: Judge, arm: Arm, prompt: BenchPrompt, expected: list[int], ru
 def compare_batch(
     decoder: SpeculativeDecoder, comparisons: Sequence[Comparison], params: SamplingParams, *, chat: bool = True
 ) -> dict[str, Any]:
-    """Compare all prompts in one batch with one by one: total tokens per second, and the text of every prompt."""
+    """Compare one batch of all prompts with one by one: total tokens per second, and every output."""
     arm = ARMS[SPECULATIVE]
     lineup = Lineup(decoder, [arm], params, chat=chat)
-    judge, prompts = Judge(lineup), name_prompts([comparison.prompt for comparison in comparisons])
+    judge = Judge(lineup)
+    prompts = name_prompts([comparison.prompt for comparison in comparisons])
     alone = [comparison.runs[SPECULATIVE] for comparison in comparisons]
     options = [lineup.params_of(arm, prompt) for prompt in prompts]
-    ids, at_once = [lineup.encode(prompt) for prompt in prompts], min(len(prompts), decoder.config.max_batch_size)
+    ids = [lineup.encode(prompt) for prompt in prompts]
+    at_once = min(len(prompts), decoder.config.max_batch_size)
     output, seconds = TimedRuns(lineup).run(arm, ids, options, at_once)
     differences = [
         judge.difference(arm, prompt, run.token_ids, text)
@@ -175,7 +178,7 @@ def compare_batch(
     }
 
 
-def summarise(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def summarize(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Speed-ups, parity and statistics over all prompts."""
     arms = list(comparisons[0].runs)
     summary: dict[str, Any] = {"prompts": len(comparisons), "arms": {}}

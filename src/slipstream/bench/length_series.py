@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from slipstream.bench.arms import PLAIN, Arm, label, parse_arm
 from slipstream.bench.records import Run
-from slipstream.bench.summary import ArmSummary, summarise
+from slipstream.bench.summary import ArmSummary, summarize
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Series:
-    """One drafter, with its rule and temperature, at one batch size, from the shortest draft length to the longest.
+    """One drafter, with its rule and temperature, at one batch size, from the shortest draft length to the longest."""
 
-    name: as in the arms, without the length.
-    """
-
-    name: str
+    name: str  # as in the arms, without the length
     batch: int
     cells: tuple[Cell, ...]
 
 
 def references(names: Sequence[str], default: str) -> dict[str, str]:
-    """The arm that each arm is compared with: plain decoding at its own temperature where that was run, else `default`.
+    """The arm that each arm is compared with: plain decoding at its temperature if that was run, else `default`.
 
     names: of the arms, as in the header of a folder of runs.
     """
@@ -41,18 +38,18 @@ def references(names: Sequence[str], default: str) -> dict[str, str]:
     return {name: plain.get(parse_arm(name).temperature, default) for name in names}
 
 
-def summarise_by_temperature(runs: Sequence[Run], default: str) -> list[ArmSummary]:
-    """Like `summarise`, but each arm against its own reference, see `references`."""
+def summarize_by_temperature(runs: Sequence[Run], default: str) -> list[ArmSummary]:
+    """`summarize`, but with each arm relative to its own reference, see `references`."""
     base = references(list(dict.fromkeys(run.arm for run in runs)), default)
     summaries: list[ArmSummary] = []
     for reference in dict.fromkeys(base.values()):
         compared = [run for run in runs if base[run.arm] == reference or run.arm == reference]
-        summaries += [summary for summary in summarise(compared, reference) if base[summary.arm] == reference]
+        summaries += [summary for summary in summarize(compared, reference) if base[summary.arm] == reference]
     return summaries
 
 
 def series_of(summaries: Iterable[ArmSummary]) -> list[Series]:
-    """Every drafter with two lengths or more. Plain decoding at the same temperature and weights is length 0."""
+    """Every drafter with at least two lengths. Plain decoding at the same temperature and weights is length 0."""
     cells: dict[tuple[Arm, int], list[Cell]] = {}
     plain: dict[tuple[float | None, bool | None, int], ArmSummary] = {}
     for summary in summaries:
@@ -72,7 +69,7 @@ def series_of(summaries: Iterable[ArmSummary]) -> list[Series]:
 
 
 def best_length(series: Series) -> str | None:
-    """The length with the highest speed-up, the shortest of equals, in words.
+    """The length with the highest speed-up, in words; ties go to the shortest.
 
     None if plain decoding was not run or an arm of the series failed. Speed-ups pair the prompts and repeats of both.
     """
@@ -80,7 +77,9 @@ def best_length(series: Series) -> str | None:
     if len(ratios) < len(series.cells) or 0 not in ratios:
         return None
     cell = max(series.cells, key=lambda cell: (ratios[cell.length].value, -cell.length))
-    ratio, speed, where = ratios[cell.length], cell.summary.speed, f"{label(series.name)}, batch {series.batch}"
+    ratio = ratios[cell.length]
+    speed = cell.summary.speed
+    where = f"{label(series.name)}, batch {series.batch}"
     assert speed is not None
     if cell.length == 0:
         return f"{where}: do not speculate (plain decoding is fastest, {speed.tokens_per_second.value:.1f} tok/s)"
@@ -91,13 +90,13 @@ def best_length(series: Series) -> str | None:
 
 
 def best_lengths(summaries: Iterable[ArmSummary]) -> list[str]:
-    """The best draft length of each drafter that was measured at several, in words."""
+    """The best draft length, in words, of each drafter that was measured at several."""
     several = [series for series in series_of(summaries) if sum(cell.length > 0 for cell in series.cells) > 1]
     return [best for series in several if (best := best_length(series)) is not None]
 
 
 def parity_of(summaries: Iterable[ArmSummary]) -> str:
-    """Counts of texts by verdict, over all these arms, such as "5 identical, 1 tie"."""
+    """Counts of outputs by verdict, over all these arms, such as "5 identical, 1 tie"."""
     total: Counter[str] = Counter()
     for arm in summaries:
         total.update(arm.verdicts)

@@ -1,7 +1,7 @@
-"""The arms ready to run, over models that are loaded once; timed runs; and a verdict on every text.
+"""The arms ready to run, over models that are loaded once; timed runs; and a verdict on every output.
 
 Every arm is warmed up, starts from an empty KV cache and waits until the device is idle. `Runner` works through a plan:
-each measurement is timed, judged, and on the disk before the next begins.
+each measurement is timed, judged and saved before the next begins.
 """
 
 from __future__ import annotations
@@ -40,15 +40,12 @@ log = logging.getLogger("slipstream")
 
 @dataclass(frozen=True)
 class Output:
-    """What an arm generated for a group of prompts: token ids per prompt, and statistics.
+    """The outputs of an arm for a group of prompts."""
 
-    results: one per prompt, for our own arms; num_forwards: of the target, for baselines; parts: see `Run`.
-    """
-
-    texts: list[list[int]]
-    results: list[Result] | None = None
-    num_forwards: int | None = None
-    parts: dict[str, float] | None = None
+    texts: list[list[int]]  # token ids per prompt
+    results: list[Result] | None = None  # one per prompt, for our own arms
+    num_forwards: int | None = None  # of the target, for baselines
+    parts: dict[str, float] | None = None  # see `Run`
 
     @property
     def rounds(self) -> list[Round] | None:
@@ -67,7 +64,7 @@ class Lineup:
     """Every arm over the same models.
 
     Baselines and arms on plain weights share one transformers object per model; arms on packed weights share another.
-    Where nothing is packed all arms share one object. An arm that cannot exist is refused here.
+    If nothing is packed, all arms share one object. An arm that cannot exist is refused here.
     """
 
     def __init__(
@@ -102,13 +99,13 @@ class Lineup:
 
     @property
     def _draft_model(self) -> Loaded | None:
-        """The draft model; None if there is none, and for a draft head, which transformers does not run."""
+        """The draft model; None if there is none, or if it is a draft head, which transformers does not run."""
         draft = self.decoder.draft
         return None if draft is None or isinstance(draft.backend, FeatureReader) else draft
 
     @cached_property
     def _llama_model(self) -> LlamaCppModel:
-        """The target's file in llama.cpp, with as many threads as our own forwards have."""
+        """The target's file in llama.cpp, with as many threads as our own forwards use."""
         what = next(f"arm {arm.name!r}" for arm in self.arms if arm.baseline in OF_LLAMA_CPP)
         return LlamaCppModel(gguf_file(self.decoder.target.name, what), torch.get_num_threads(), what)
 
@@ -117,13 +114,14 @@ class Lineup:
         return self.decoder.encode(prompt.text, chat=self.chat)
 
     def params_of(self, arm: Arm, prompt: BenchPrompt) -> SamplingParams:
-        """The options of a prompt: its own seed, the arm's temperature, and a prediction if the arm is given them."""
+        """The options of a prompt: its own seed, the arm's temperature, and its prediction if the arm uses them."""
         prediction = (prompt.prediction or self.params.prediction) if arm.predicted else None
-        seed, temperature = (self.params.seed or 0) + prompt.index, self.temperature(arm.name)
+        seed = (self.params.seed or 0) + prompt.index
+        temperature = self.temperature(arm.name)
         return replace(self.params, temperature=temperature, seed=seed, prediction=prediction)
 
     def temperature(self, name: str) -> float:
-        """The arm's own, else the run's."""
+        """The arm's own temperature, else the run's."""
         arm_temperature = next(arm.temperature for arm in self.arms if arm.name == name)
         return self.params.temperature if arm_temperature is None else arm_temperature
 
@@ -146,12 +144,12 @@ class Lineup:
             self.decoders[arm.name].forget_learned()
 
     def plain_text(self, prompt: BenchPrompt, params: SamplingParams) -> list[int]:
-        """Plain decoding's text of one prompt, untimed."""
+        """The output of plain decoding for one prompt, untimed."""
         self.alone.forget()
         return self.alone.generate(self.encode(prompt), replace(params, prediction=None)).token_ids
 
     def coupled(self, arm: Arm, params: SamplingParams) -> bool:
-        """Whether the arm's text must be plain decoding's: greedy, or every token the target's own draw."""
+        """True if the arm's output must be plain decoding's: it is greedy, or every token is the target's own draw."""
         if params.temperature == 0:
             return True
         if arm.baseline is not None:
@@ -159,7 +157,7 @@ class Lineup:
         return coupled(self.decoders[arm.name], params)
 
     def same_bits(self, arm: Arm) -> bool:
-        """Whether rounding cannot make the arm's text differ from plain decoding's: same weights, shapes that agree."""
+        """True if rounding cannot change the arm's output: same weights, and forward shapes that agree."""
         if arm.baseline is not None or self.decoders[arm.name].target is not self.decoder.target:
             return False
         return self.decoder.reproducible or self.decoder.target.model is None
@@ -193,17 +191,17 @@ class TimedRuns:
     _warm: set[tuple[str, int]] = field(default_factory=set)
 
     def warm_up(self, arm: Arm, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-        """Run an arm on whole texts, untimed."""
+        """Run an arm on whole prompts, untimed."""
         self.lineup.generate(arm, prompts, params)
         self._warm.add((arm.name, len(prompts)))
 
     def run(
         self, arm: Arm, prompts: list[list[int]], params: list[SamplingParams], batch: int = 1
     ) -> tuple[Output, float]:
-        """What the arm generates for these prompts, and in how many seconds, prompt processing included.
+        """Output of the arm for these prompts, and the seconds it took, prompt processing included.
 
-        batch: how many prompts are decoded together; before its first run at a batch size, an arm generates a few
-        untimed tokens.
+        batch: number of prompts decoded together. Before its first run at a batch size, an arm generates a few untimed
+        tokens.
         """
         if (arm.name, batch) not in self._warm:
             self.lineup.generate(arm, prompts[:batch], [_shortened(options) for options in params[:batch]])
@@ -223,10 +221,10 @@ def _shortened(params: SamplingParams) -> SamplingParams:
 
 @dataclass
 class Judge:
-    """Compares texts with plain decoding of each prompt alone: the first text of arm `none`, or one made here, untimed.
+    """Compares outputs with plain decoding of each prompt alone: the first output of arm `none`, or an untimed one.
 
-    Greedy texts must be identical or part at a tie; so must sampled ones where every token is the target's own draw.
-    Elsewhere sampled texts are not compared.
+    Greedy outputs must be identical or differ first at a tie; so must sampled ones if every token is the target's own
+    draw. Other sampled outputs are not compared.
     """
 
     lineup: Lineup
@@ -237,7 +235,7 @@ class Judge:
         self.ties = TieJudge(self.lineup.decoder)
 
     def recall(self, runs: Iterable[Run]) -> None:
-        """Take the reference texts out of runs made before; those that failed have none."""
+        """Take the reference outputs from earlier runs; failed runs have none."""
         for run in runs:
             if run.error is not None:
                 continue
@@ -251,8 +249,9 @@ class Judge:
         return [self._verdict(arm, prompt, text, is_plain) for prompt, text in zip(group.prompts, texts, strict=True)]
 
     def difference(self, arm: Arm, prompt: BenchPrompt, expected: list[int], text: list[int]) -> Difference | None:
-        """The first difference of an arm's text from the one expected, explained; None if they are equal."""
-        difference, params = plain_difference(expected, text), self.lineup.params_of(arm, prompt)
+        """The first difference between an arm's output and the expected one, explained; None if they are equal."""
+        difference = plain_difference(expected, text)
+        params = self.lineup.params_of(arm, prompt)
         if difference is None or arm.baseline in OF_LLAMA_CPP:  # our rounding cannot explain llama.cpp's arithmetic
             return difference
         same_bits, coupled = self.lineup.same_bits(arm), self.lineup.coupled(arm, params)
@@ -274,8 +273,8 @@ class Judge:
                 return "reference"
             try:
                 self._texts[key] = self.lineup.plain_text(prompt, params)
-            except Exception as error:  # whatever a model may raise: the speed stands, the text is unproven
-                log.warning("no text of plain decoding for %s: %s", prompt.id, error)
+            except Exception as error:  # whatever a model may raise: the speed stands, the output is unproven
+                log.warning("plain decoding failed for %s: %s", prompt.id, error)
                 return "not compared"
         judgement = arm.name, prompt.id, tuple(text)
         if judgement not in self._judged:
@@ -303,8 +302,9 @@ class Runner:
         self._timed = TimedRuns(self.lineup)
 
     def run(self, before: Sequence[Run]) -> Iterator[Run]:
-        """Yield each run once it is on the disk. before: the runs the folder holds; failed ones are not tried again."""
-        judge, existing = Judge(self.lineup), finished(before)
+        """Yield each run once it is saved. before: the runs in the folder; failed ones are not tried again."""
+        judge = Judge(self.lineup)
+        existing = finished(before)
         judge.recall(before)
         for measurement in self.plan:
             if measurement.key not in existing:

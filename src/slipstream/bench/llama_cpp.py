@@ -35,7 +35,7 @@ NGRAM = 2  # tokens that prompt lookup compares, the binding's default
 
 
 def bindings(what: str) -> Any:
-    """The module of C functions. what: who needs it, named in the error if it is not installed."""
+    """The module of C functions. what: names the user of the module in the error if it is not installed."""
     try:
         import llama_cpp
     except ImportError as error:
@@ -45,7 +45,7 @@ def bindings(what: str) -> Any:
 
 
 def versions(what: str) -> dict[str, str]:
-    """The binding's version and what its llama.cpp was compiled for."""
+    """The binding's version, and the features llama.cpp was compiled with."""
     version = bindings(what).llama_print_system_info().decode()
     return {PACKAGE: metadata.version(PACKAGE), "llama.cpp": version.strip(" |")}
 
@@ -54,17 +54,18 @@ def gguf_file(source: str, what: str) -> Path:
     """The .gguf file that a target names; `UsageError` for any other target."""
     file = Path(source).expanduser()
     if not is_gguf(source):
-        raise UsageError(f"{what} needs a .gguf file; target {source!r} is none")
+        raise UsageError(f"{what} needs a .gguf file; target {source!r} is not one")
     if not file.is_file():
-        raise UsageError(f"target {source!r} is no file; allowed: a .gguf file")
+        raise UsageError(f"target {source!r} is not a file; allowed: a .gguf file")
     return file
 
 
 class LlamaCppModel:
     """A loaded file and one sequence of tokens in llama.cpp's KV cache.
 
-    file: the .gguf file; threads: of forwards of any width; what: who needs it, for errors. Everything else is
-    llama.cpp's default: weights repacked for the processor, flash attention where it chooses, 16-bit keys and values.
+    file: the .gguf file. threads: of forwards of any width. what: names the user of the model in errors. Everything
+    else is llama.cpp's default: weights repacked for the processor, flash attention where it chooses, 16-bit keys and
+    values.
     """
 
     def __init__(self, file: Path, threads: int, what: str = "llama.cpp") -> None:
@@ -78,7 +79,7 @@ class LlamaCppModel:
         self.reserve(CONTEXT)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens; a cache that must grow loses its content."""
+        """Make room for this many tokens; a cache that must grow loses its content."""
         if tokens <= self._room:
             return
         self._free_context()
@@ -92,10 +93,10 @@ class LlamaCppModel:
         self._room = int(self._c.llama_n_ctx(self._context))
 
     def forward(self, tokens: Sequence[int], start: int, logits: bool = True) -> NDArray[np.float32]:
-        """One forward of tokens that follow the first `start` of the cache; later ones are forgotten.
+        """One forward of at most `BATCH` tokens after the first `start` in the cache; later ones are dropped.
 
-        At most `BATCH` tokens. Returns [tokens, vocab_size], a view that the next forward overwrites; with logits=False
-        only the last token's, [1, vocab_size].
+        Returns [tokens, vocab_size], a view that the next forward overwrites; with logits=False only the last token's,
+        [1, vocab_size].
         """
         self._c.llama_memory_seq_rm(self._c.llama_get_memory(self._context), 0, start, -1)
         count = len(tokens)
@@ -110,7 +111,7 @@ class LlamaCppModel:
                 f"llama.cpp's forward of {count} tokens at {start} failed with {code}: {_last_error()}"
             )
         rows = count if logits else 1
-        logits_pointer = self._c.llama_get_logits(self._context)  # those of the tokens asked for, one after the other
+        logits_pointer = self._c.llama_get_logits(self._context)  # of the requested tokens, one after the other
         scores: NDArray[np.float32] = np.ctypeslib.as_array(logits_pointer, shape=(rows, self.vocab_size))
         return scores
 
@@ -122,7 +123,7 @@ class LlamaCppModel:
         return last
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._free_context()
         if self._model:
             self._c.llama_model_free(self._model)
@@ -149,7 +150,7 @@ def _keep_errors() -> Any:
 
 
 def _last_error() -> str:
-    return ERRORS[0] if ERRORS else "it does not say why"
+    return ERRORS[0] if ERRORS else "no reason given"
 
 
 Drafts = Callable[[list[int]], list[int]]
@@ -157,12 +158,12 @@ Drafts = Callable[[list[int]], list[int]]
 
 @dataclass
 class Parts:
-    """Seconds of reading prompts, drafting and verifying. forwards: how many these took; a prompt counts as one."""
+    """Seconds of reading prompts, drafting and verifying."""
 
     prefill: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
-    forwards: int = 0
+    forwards: int = 0  # number of forwards; a prompt counts as one
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -173,17 +174,17 @@ class Parts:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds as a run's record has them."""
+        """The seconds in the form of a run's record."""
         return {"prefill": self.prefill, "draft": self.draft, "verify": self.verify}
 
 
 @dataclass(frozen=True)
 class LlamaBaseline:
-    """One arm of llama.cpp. model: shared by all of them; end_ids: the target's, as our own arms take them."""
+    """One arm of llama.cpp."""
 
     arm: Arm
-    model: LlamaCppModel
-    end_ids: tuple[int, ...]
+    model: LlamaCppModel  # shared by all arms
+    end_ids: tuple[int, ...]  # the target's, as for our own arms
     _drafts: Drafts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -215,7 +216,7 @@ class LlamaBaseline:
 
 
 def require_llama(arms: Sequence[Arm], target: str) -> None:
-    """Raise if an arm of llama.cpp cannot run: the target is no .gguf file, or llama.cpp is not installed."""
+    """Raise if an arm of llama.cpp cannot run: the target is not a .gguf file, or llama.cpp is not installed."""
     for arm in arms:
         if arm.baseline in OF_LLAMA_CPP:
             gguf_file(target, f"arm {arm.name!r}")
@@ -223,7 +224,7 @@ def require_llama(arms: Sequence[Arm], target: str) -> None:
 
 
 def _drafts_of(arm: Arm) -> Drafts:
-    """A function that drafts nothing, or the binding's own prompt lookup over the prompt and the text so far."""
+    """A function that drafts nothing, or the binding's own prompt lookup over the prompt and the output so far."""
     if arm.baseline != LLAMA_LOOKUP:
         return lambda tokens: []
     bindings(f"arm {arm.name!r}")

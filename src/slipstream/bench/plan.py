@@ -1,4 +1,4 @@
-"""What is measured, and in which order: arms in turn on each group of prompts, then the next repeat."""
+"""The measurements and their order: arms in turn on each group of prompts, then the next repeat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Key = tuple[str, tuple[str, ...], int, int]  # of a run: arm, prompts, batch siz
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """A prompt with the name that records call it by, `family/number`, and its place among all prompts."""
+    """A prompt, its name in records (`family/number`), and its index among all prompts."""
 
     id: str
     family: str
@@ -27,7 +27,7 @@ class BenchPrompt:
 
     @property
     def digest(self) -> str:
-        """A hash of the text and the prediction, which shows whether two runs had the same prompt under this name."""
+        """A hash of the prompt and its prediction, which shows whether two runs share the prompt of this name."""
         return sha256((self.text + (self.prediction or "")).encode()).hexdigest()[:12]
 
 
@@ -39,7 +39,7 @@ class Group:
 
     @property
     def ids(self) -> list[str]:
-        """The names that records call the prompts by."""
+        """The prompts' names in records."""
         return [prompt.id for prompt in self.prompts]
 
     @property
@@ -75,10 +75,10 @@ def name_prompts(prompts: Sequence[NamedPrompt]) -> list[BenchPrompt]:
 
 
 def groups(prompts: Sequence[BenchPrompt], batch: int, name: str = "batch size") -> list[Group]:
-    """Every prompt in a group of exactly `batch` different ones, of one family if possible.
+    """Groups of exactly `batch` different prompts, of one family if possible, which contain every prompt.
 
-    Prompts that are left over in their families are grouped together; a last group that is too small is filled up with
-    prompts from the beginning of the list, which are then measured twice at this batch size. name: of `batch`, in
+    Prompts that are left over in their families are grouped together; a last group that is too small is filled with
+    prompts from the beginning of the list, which are then measured twice at this batch size. name: of `batch`, for
     errors.
     """
     if not 1 <= batch <= len(prompts):
@@ -103,9 +103,9 @@ def plan(
     repeats: int,
     at_once: int | None = None,
 ) -> list[Measurement]:
-    """All measurements in order. Baselines that decode one prompt at a time are left out of larger batches.
+    """All measurements in order; baselines that decode one prompt at a time are left out of larger batches.
 
-    at_once: how many prompts a call gets; by default as many as it decodes together.
+    at_once: number of prompts per call; by default as many as are decoded together.
     """
     if at_once is not None and at_once < max(batches):
         raise UsageError(f"--at-once {at_once}; allowed: at least the batch size, {max(batches)}")

@@ -1,7 +1,7 @@
-"""What a measurement leaves behind: `runs.jsonl` in a folder, one header line, then one line per finished run.
+"""Records of measurements: `runs.jsonl` in a folder, one header line, then one line per finished run.
 
 A line is written whole and flushed to the disk before the next measurement begins, so a killed process loses only the
-measurement it was in. The header holds settings, versions and the machine; no run under others is added to the folder.
+measurement it was in. The header holds settings, versions and the machine; a folder holds no run under others.
 """
 
 from __future__ import annotations
@@ -38,45 +38,34 @@ VerdictName = Literal["identical", "tie", "different", "reference", "not compare
 
 @dataclass(frozen=True)
 class Header:
-    """What all runs of a folder share. settings: everything that a resumed run must have in common.
+    """Facts that all runs of a folder share."""
 
-    prompts: the texts of the prompts by the names that runs give them. command: the command line that repeats the run,
-    "" if it was not begun from one.
-    """
-
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # everything that a resumed run must have in common
     versions: dict[str, str]
     machine: dict[str, Any]
     started: str
-    prompts: dict[str, str] = field(default_factory=dict)
-    command: str = ""
+    prompts: dict[str, str] = field(default_factory=dict)  # prompts by the names that runs give them
+    command: str = ""  # repeats the run; "" if it did not begin at a command line
 
 
 @dataclass(frozen=True)
 class Run:
-    """One finished measurement: an arm on one group of prompts, once.
-
-    seconds: from the prompts' token ids to the texts' token ids, prompt processing included; 0 if it failed.
-    num_output_tokens: token ids over all rows. texts and verdicts: one per prompt, empty if it failed.
-    verdicts: against plain decoding. stats: `Stats.to_dict()`; rounds: see `compact`; both None for baselines.
-    num_forwards: of the target, for baselines; None for our own arms, whose rounds are recorded. parts: seconds of
-    "prefill", "draft" and "verify", for baselines that report them. error: why it failed, in one line.
-    """
+    """One finished measurement: an arm on one group of prompts, once."""
 
     arm: str
     prompts: list[str]
     family: str
     batch: int
     repeat: int
-    seconds: float = 0.0
-    num_output_tokens: int = 0
-    texts: list[list[int]] = field(default_factory=list)
-    verdicts: list[VerdictName] = field(default_factory=list)
-    stats: dict[str, Any] | None = None
-    rounds: list[dict[str, Any]] | None = None
-    num_forwards: int | None = None
-    parts: dict[str, float] | None = None
-    error: str | None = None
+    seconds: float = 0.0  # from the prompts' to the outputs' token ids, prompt processing included; 0 if it failed
+    num_output_tokens: int = 0  # over all rows
+    texts: list[list[int]] = field(default_factory=list)  # output token ids per prompt; empty if it failed
+    verdicts: list[VerdictName] = field(default_factory=list)  # against plain decoding, per prompt; empty if it failed
+    stats: dict[str, Any] | None = None  # `Stats.to_dict()`; None for baselines
+    rounds: list[dict[str, Any]] | None = None  # see `compact`; None for baselines
+    num_forwards: int | None = None  # of the target, for baselines; None for our own arms, whose rounds are recorded
+    parts: dict[str, float] | None = None  # seconds of "prefill", "draft" and "verify", for baselines that report them
+    error: str | None = None  # why it failed, in one line
 
     @property
     def key(self) -> Key:
@@ -90,7 +79,10 @@ class Run:
 
 
 def compact(decoded: Round) -> dict[str, Any]:
-    """A round as it is recorded; `seconds` are [prefill, draft, verify, accept, total] of its whole step."""
+    """A round in the form in which it is recorded.
+
+    "seconds" are [prefill, draft, verify, accept, total] of its whole step.
+    """
     parts = decoded.seconds
     tree = {} if decoded.path is None else {"parents": list(decoded.parents or ()), "path": list(decoded.path)}
     return tree | {
@@ -109,25 +101,25 @@ def read_records(folder: Path) -> tuple[Header, list[Run]]:
     """The header and the finished runs of a folder; a torn last line is left out."""
     lines = _whole_lines(folder / FILE)
     if not lines:
-        raise UsageError(f"{str(folder / FILE)!r} holds no header; allowed: a folder that a benchmark has written")
+        raise UsageError(f"{str(folder / FILE)!r} has no header; allowed: a folder written by a benchmark")
     header = _made(Header, "header", lines[0], folder, 1)
     return header, [_made(Run, "run", line, folder, number) for number, line in enumerate(lines[1:], 2)]
 
 
 def exists(folder: Path) -> bool:
-    """Whether the folder holds a header already."""
+    """True if the folder already holds a header."""
     return os.path.exists(folder / FILE) and bool(_whole_lines(folder / FILE))
 
 
 def start(folder: Path, header: Header) -> None:
     """Make the folder and write the header; a header that no run follows is replaced."""
     if exists(folder) and read_records(folder)[1]:
-        raise UsageError(f"{str(folder)!r} holds runs already; allowed: an empty folder, or going on with the runs")
+        raise UsageError(f"{str(folder)!r} already holds runs; allowed: an empty folder, or continuing those runs")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"folder {str(folder)!r} cannot be made: {os_reason(error)}") from error
-    _write(folder / FILE, {"kind": "header"} | asdict(header), anew=True)
+    _write(folder / FILE, {"kind": "header"} | asdict(header), overwrite=True)
 
 
 def append(folder: Path, run: Run) -> None:
@@ -136,7 +128,7 @@ def append(folder: Path, run: Run) -> None:
 
 
 def finished(runs: Iterable[Run]) -> set[Key]:
-    """The keys of the measurements that need not be made again, failed ones included."""
+    """The keys of the measurements that need not be repeated, failed ones included."""
     return {run.key for run in runs}
 
 
@@ -149,15 +141,15 @@ def _whole_lines(path: Path) -> list[str]:
     return [line.decode() for line in text[: text.rfind(b"\n") + 1].splitlines()]
 
 
-def _write(path: Path, line: dict[str, Any], *, anew: bool = False) -> None:
+def _write(path: Path, line: dict[str, Any], *, overwrite: bool = False) -> None:
     data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
     try:
         with open(path, "r+b" if os.path.exists(path) else "w+b", buffering=0) as file:
-            durable_files.cut(file, 0 if anew else durable_files.size_of_whole_lines(file))
+            durable_files.cut(file, 0 if overwrite else durable_files.size_of_whole_lines(file))
             durable_files.append(file, data)
     except OSError as error:
         raise SlipstreamError(
-            f"{str(path)!r} cannot be written: {os_reason(error)}; the finished runs in it stay"
+            f"{str(path)!r} cannot be written: {os_reason(error)}; finished runs in it are kept"
         ) from error
 
 
@@ -169,7 +161,7 @@ def _made(cls: Any, kind: str, line: str, folder: Path, number: int) -> Any:
         raise UsageError(f"{where}: {why_unreadable(error)}; allowed: one JSON object per line") from error
     names: Sequence[str] = [f.name for f in fields(cls)]
     if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) | LATER != set(names) | LATER:
-        raise UsageError(f"{where}: no {kind} of a benchmark; allowed: kind {kind!r} with {', '.join(names)}")
+        raise UsageError(f"{where}: not a benchmark's {kind}; allowed: kind {kind!r} with {', '.join(names)}")
     return cls(**item)
 
 
@@ -182,7 +174,10 @@ def make_header(
     command: str = "",
     **settings: Any,
 ) -> Header:
-    """The header of a run. models: target and draft as the user named them; command: the line that repeats the run."""
+    """The header of a run.
+
+    models: target and draft model as the user named them. command: the line that repeats the run.
+    """
     llama = next((arm.name for arm in arms if arm.baseline in OF_LLAMA_CPP), None)
     return Header(
         settings={
@@ -208,18 +203,19 @@ def make_header(
 
 def machine() -> dict[str, Any]:
     """Processor, cores, torch's threads, memory and accelerator."""
+    memory = memory_bytes()
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor().model_name or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),  # not this thread's affinity, as it may be bound to one core
         "threads": torch.get_num_threads(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": None if memory is None else round(memory / 2**30),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
 
 def open_folder(folder: Path, header: Header) -> list[Run]:
-    """Begin a folder of runs, or continue one that has the same settings; returns the runs that it holds already.
+    """Begin a folder of runs, or continue one with the same settings; returns the runs that it already holds.
 
     UsageError names the first setting, version or fact about the machine that differs.
     """
@@ -231,7 +227,7 @@ def open_folder(folder: Path, header: Header) -> list[Run]:
         for name, now, then in differences(getattr(header, part), getattr(before, part)):
             raise UsageError(
                 f"folder {str(folder)!r} was begun with {name}={then!r}, now {now!r}; "
-                f"allowed: the same settings, or another folder; to start anew: rm -r {shlex.quote(str(folder))}"
+                f"allowed: the same settings, or another folder; to start over: rm -r {shlex.quote(str(folder))}"
             )
     return runs
 
@@ -245,13 +241,3 @@ def differences(now: Any, then: Any, name: str = "") -> Iterator[tuple[str, Any,
         return
     for key in [*now, *(key for key in then if key not in now)]:
         yield from differences(now.get(key), then.get(key), f"{name}.{key}" if name else key)
-
-
-def _processor() -> str:
-    """The processor's name, or its architecture if the system does not know the name."""
-    return processor().model_name or platform.processor() or platform.machine()
-
-
-def _memory_gib() -> int | None:
-    memory = memory_bytes()
-    return None if memory is None else round(memory / 2**30)

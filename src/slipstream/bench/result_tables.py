@@ -1,6 +1,6 @@
-"""Tables of results, and how a figure with its interval is written: in a terminal, in Markdown, and for the page.
+"""Tables of results, and figures with their intervals, for a terminal, Markdown and the report's page.
 
-A `Table` is made once, of cells; `TerminalTable` and `markdown_table` write it, and the report's template does.
+A `Table` is made once, of cells; `TerminalTable`, `markdown_table` and the report's template write it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure or words. low, high: the ends of the figure's interval; empty if it has none."""
+    """A figure with its interval, or words."""
 
     text: str
-    low: str = ""
+    low: str = ""  # end of the interval; empty if there is none
     high: str = ""
     tone: Literal["", "good", "best", "slower", "bad", "faint"] = ""
 
     def __str__(self) -> str:
-        """As in a sentence: the interval in brackets, if it is one."""
+        """The form for sentences: the interval, if there is one, in parentheses."""
         return f"{self.text} ({self.low} to {self.high})" if self.low != self.high else self.text
 
 
@@ -59,17 +59,13 @@ Row = Sequence[Cell | str]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells below a title.
-
-    words: the columns that hold words and not figures, besides the first. optional: the columns that a narrow terminal
-    does without, the first one first.
-    """
+    """Rows of cells below a title."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Row]
-    words: Sequence[str] = ()
-    optional: Sequence[str] = ()
+    words: Sequence[str] = ()  # columns besides the first that hold words instead of figures
+    optional: Sequence[str] = ()  # columns that a narrow terminal can omit, in the order in which they go
 
     @property
     def cells(self) -> list[list[Cell]]:
@@ -90,7 +86,7 @@ GAP = 2  # blanks between columns
 class TerminalTable:
     """A table as wide as the terminal allows, in which neither a word nor a figure is broken.
 
-    Where it is too wide, intervals move below their figures; then optional columns are left out; and if that is not
+    If it is too wide, intervals move below their figures; then optional columns are left out; and if that is not
     enough, each row becomes a list of its entries.
     """
 
@@ -115,7 +111,7 @@ class TerminalTable:
 
 
 def _widths(table: Table, width: int, *, narrow: bool) -> list[int] | None:
-    """The columns' widths, None if they do not fit; columns of words share the room that the others leave."""
+    """The columns' widths; None if they do not fit. Columns of words share the room that the others leave."""
     rows = ([_terminal_text(cell, narrow=narrow) for cell in row] for row in table.cells)
     columns = list(zip(table.columns, *rows, strict=True))
     widest, least = [], []
@@ -144,7 +140,7 @@ def _grid(table: Table, widths: Sequence[int], *, narrow: bool) -> RichTable:
 
 
 def _lists(table: Table) -> Group:
-    """Each row as its name and, below, the names of its columns beside their entries."""
+    """Each row as its name and, below it, the names of its columns next to their entries."""
     blocks: list[RenderableType] = []
     names = [" ".join(name.split()) for name in table.columns]
     for row in table.cells:
@@ -167,14 +163,14 @@ def _terminal_text(entry: Cell, *, narrow: bool) -> Text:
 
 
 def markdown_table(table: Table) -> str:
-    """For a README; names cannot break it."""
+    """The table for a README; names are escaped."""
     rows = [list(table.columns), *([str(entry) for entry in row] for row in table.cells)]
     lines = ["| " + " | ".join(text.replace("|", "\\|").replace("<", "&lt;") for text in row) + " |" for row in rows]
     return "\n".join([lines[0], "|---" * len(table.columns) + "|", *lines[1:]])
 
 
 def verdict_cell(verdicts: Mapping[str, int], *, promised: bool = True) -> Cell:
-    """Counts of texts by verdict. promised: whether a different text breaks a promise; if so, in capitals."""
+    """Counts of outputs by verdict. promised: a different output breaks a promise, and is shown in capitals."""
     counts = {name: count for name, count in verdicts.items() if count}
     broken = promised and "different" in counts
     words = [f"{count} {'DIFFERENT' if broken and name == 'different' else name}" for name, count in counts.items()]
@@ -182,7 +178,7 @@ def verdict_cell(verdicts: Mapping[str, int], *, promised: bool = True) -> Cell:
 
 
 def bench_tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[TerminalTable | Text]:
-    """Speeds beside parity, speed-ups per family, where the time went, and what failed."""
+    """Speeds and parity, speed-ups per family, where the time went, and what failed."""
     for batch in dict.fromkeys(arm.batch for arm in summaries):
         arms = [arm for arm in summaries if arm.batch == batch]
         yield TerminalTable(_overall(arms, batch, reference))
@@ -196,7 +192,7 @@ def bench_tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[Te
 
 
 def accepted_by_position(shares: Sequence[tuple[str, Sequence[float]]]) -> Text:
-    """A line per drafter: the share of its tokens accepted at the 1st, 2nd, ... position of a draft."""
+    """A line per drafter: share of its tokens accepted at the 1st, 2nd, ... position of a draft."""
     lines = [f"  {name}: {' '.join(map(percent, accepted))}" for name, accepted in shares if accepted]
     return Text("\n".join(["accepted at draft position 1, 2, ...", *lines, ""]) if lines else "")
 
@@ -222,7 +218,7 @@ def speed_cells(arm: ArmSummary) -> list[Cell]:
 
 
 def acceptance_cells(arm: ArmSummary, missing: str = "") -> list[Cell]:
-    """Acceptance rate, alpha and tokens per forward. missing: what stands for unknown figures, as of baselines."""
+    """Acceptance rate, alpha and tokens per forward. missing: shown for unknown figures, as of baselines."""
     efficiency = missing if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
     if arm.stats is None or not arm.stats.num_rounds:
         return [Cell(missing), Cell(missing), Cell(efficiency)]
@@ -230,7 +226,7 @@ def acceptance_cells(arm: ArmSummary, missing: str = "") -> list[Cell]:
 
 
 def _families(summaries: Sequence[ArmSummary], reference: str) -> Table:
-    """A line per family, so that the intervals of a few arms fit beside each other."""
+    """A line per family, so that the intervals of a few arms fit next to each other."""
     names = list(dict.fromkeys(family for arm in summaries for family in arm.families))
     rows: list[Row] = [[name, *(_family(arm, name) for arm in summaries)] for name in names]
     title = f"speed-up against {reference} per family of prompts, geometric means"
@@ -248,7 +244,7 @@ def _time(summaries: Sequence[ArmSummary]) -> Table:
 
 
 def time_shares(arm: ArmSummary) -> list[str] | None:
-    """The shares of `PARTS` and of the overhead in the time, and the overhead of a round; None if they are unknown."""
+    """Shares of `PARTS` and of the overhead in the time, and the overhead of a round; None if unknown."""
     if arm.time_split is None:
         return None
     shares = [f"{arm.time_split[part]:.1%}" for part in (*PARTS, "overhead")]
@@ -267,7 +263,7 @@ def _name(arm: ArmSummary) -> str:
 
 
 def progress_line(number: int, total: int, runs: Sequence[Run]) -> str:
-    """One line for a finished group of prompts: the median speed of each arm, and a verdict that is bad news."""
+    """One line for a finished group of prompts: the median speed of each arm, and any bad verdict."""
     parts = []
     for arm in dict.fromkeys(run.arm for run in runs):
         arm_runs = [run for run in runs if run.arm == arm]

@@ -1,4 +1,4 @@
-"""The speed-up to expect from drafts of one length: a round's expected tokens over its seconds.
+"""The expected speed-up of drafts of one length: a round's expected tokens over its seconds.
 
     accepted = independent(0.8)                       # each draft token is accepted with probability 0.8
     simulation = simulate(decoder.costs, accepted, lengths=range(1, 9), batches=(1, 4, 8))
@@ -26,7 +26,7 @@ Accepted = Sequence[float]  # [i]: the probability that a round accepts more tha
 
 
 def independent(alpha: float) -> Accepted:
-    """Every draft token is accepted with probability alpha, whatever came before it."""
+    """Acceptance where every draft token is accepted with probability alpha, whatever came before it."""
     return [alpha**n for n in range(1, MAX_DRAFT_TOKENS + 1)]
 
 
@@ -34,7 +34,7 @@ def recorded(stats: Stats) -> Accepted:
     """The acceptance of a run, up to its longest draft."""
     if not stats.num_rounds or not stats.num_draft_tokens:
         raise UsageError(
-            f"stats of {stats.num_rounds} rounds without a draft; allowed: statistics of a run that drafted"
+            f"stats of {stats.num_rounds} rounds without drafts; allowed: statistics of a run that drafted"
         )
     if stats.num_draft_tokens > sum(stats.drafted_per_position):
         raise UsageError("stats of draft trees; allowed: drafts without branches, as of the arm auto@chain")
@@ -42,7 +42,7 @@ def recorded(stats: Stats) -> Accepted:
 
 
 def expected_tokens(accepted: Accepted, length: int) -> float:
-    """Tokens that a round commits for a row, the target's own included.
+    """Expected tokens that a round commits for a row, including the target's own.
 
     With independent acceptance this is (1 - alpha^(n + 1)) / (1 - alpha) (Leviathan et al. 2023, equation 1).
     """
@@ -55,17 +55,17 @@ def round_seconds(costs: CostModel, length: int, rows: int = 1) -> float:
 
 
 def speed_up(costs: CostModel, accepted: Accepted, length: int, rows: int = 1) -> float:
-    """Tokens per second relative to plain decoding of as many rows."""
+    """Tokens per second relative to plain decoding of the same number of rows."""
     return expected_tokens(accepted, length) * round_seconds(costs, 0, rows) / round_seconds(costs, length, rows)
 
 
 def best_length(costs: CostModel, accepted: Accepted, lengths: Sequence[int], rows: int = 1) -> int:
-    """The length with the highest speed-up, the shortest of equals; 0 if none is faster than plain decoding."""
+    """The length with the highest speed-up; ties go to the shortest. 0 if none beats plain decoding."""
     return max((0, *lengths), key=lambda n: (speed_up(costs, accepted, n, rows), -n))
 
 
 def break_even(costs: CostModel, length: int, rows: int = 1) -> float | None:
-    """The acceptance per token from which drafts of this length pay; None if not even 1 is enough."""
+    """The acceptance per token above which drafts of this length pay off; None if not even 1 is enough."""
     low, high = 0.0, 1.0
     if speed_up(costs, independent(high), length, rows) < 1:
         return None
@@ -88,7 +88,7 @@ class Simulation:
 
     @property
     def conclusions(self) -> list[str]:
-        """The best length of each batch size, and where speculation stops paying, in sentences."""
+        """The best length of each batch size, and where speculation stops paying off, in sentences."""
         lines = []
         for batch, length in self.best.items():
             alpha = self.break_even[batch]
@@ -120,8 +120,8 @@ def roofline(target_params: float, draft_params: float, bandwidth: float, flops:
     """Costs on paper; bandwidth in bytes/s, draft_params=0 for drafts that cost nothing.
 
     A forward takes as long as reading the weights or computing, whichever is longer (the roofline of Williams, Waterman
-    and Patterson 2009), with 2 FLOPs per parameter and token (Kaplan et al. 2020, section 2.1). Attention and the
-    reading of the KV cache are left out.
+    and Patterson 2009), with 2 FLOPs per parameter and token (Kaplan et al. 2020, section 2.1). Attention and reads of
+    the KV cache are left out.
     """
 
     def milliseconds(params: float, tokens: int) -> float:
@@ -139,5 +139,5 @@ def roofline(target_params: float, draft_params: float, bandwidth: float, flops:
 
 
 def table_of(costs: CostModel) -> dict[str, Any]:
-    """The measured milliseconds, as JSON has them."""
+    """The measured milliseconds, for JSON."""
     return {name: getattr(costs, name) for name in ("measured", "together", "max_batch_size", "steps", "token")}

@@ -1,8 +1,8 @@
 """From runs to figures: per arm and batch size, over all prompts and per family. Nothing is measured here.
 
-Intervals are those of a seeded two-level percentile bootstrap over prompts and, within them, repeats: a resample picks
+Intervals come from a seeded two-level percentile bootstrap over prompts and, within them, repeats: a resample picks
 prompts with replacement, then each picked prompt's repeats with replacement (Davison and Hinkley 1997, section 3.8).
-Arms that are compared share every draw, so what slowed both of them at one moment cancels out.
+Compared arms share every draw, so whatever slowed both at one moment cancels out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.bench.records import Run, VerdictName
 from slipstream.text.results import Stats
 
 RESAMPLES, LEVEL, SEED = 2000, 0.95, 0
-# from the most favourable on; of several repeats the least favourable verdict counts
+# from the most favorable on; of several repeats the least favorable verdict counts
 _ORDER: tuple[VerdictName, ...] = ("identical", "reference", "not compared", "tie", "different")
 PARTS = ("prefill", "draft", "verify", "accept")
 Floats = NDArray[np.float64]
@@ -38,14 +38,15 @@ class Estimate:
 
     @property
     def is_above_one(self) -> bool:
-        """Whether the whole interval lies above 1; False without an interval."""
+        """True if the whole interval lies above 1; False without an interval."""
         return self.low is not None and self.low > 1
 
 
 def speed(tokens: Sequence[int], seconds: RepeatedSeconds) -> Estimate:
     """Tokens per second over all groups: total tokens over the sum of each group's median seconds."""
     counts = np.array(tokens, dtype=np.float64)
-    table, draws = _table(seconds), _Draws.of(seconds)
+    table = _table(seconds)
+    draws = _Draws.sample(seconds)
     value = counts.sum() / np.nanmedian(table, axis=1).sum()
     if draws is None:
         return Estimate(float(value))
@@ -61,7 +62,9 @@ def speed_up(
     Groups and repeats of the two arms correspond one to one.
     """
     counts = np.array(tokens, dtype=np.float64) / np.array(base_tokens, dtype=np.float64)
-    seconds_table, base_table, draws = _table(seconds), _table(base_seconds), _Draws.of(seconds)
+    seconds_table = _table(seconds)
+    base_table = _table(base_seconds)
+    draws = _Draws.sample(seconds)
     logs = np.log(counts * np.nanmedian(base_table, axis=1) / np.nanmedian(seconds_table, axis=1))
     value = np.exp(logs.mean())
     if draws is None:
@@ -72,14 +75,14 @@ def speed_up(
 
 @dataclass(frozen=True)
 class _Draws:
-    """groups: [N, G] indices of sampled groups; repeats: [N, G, R] indices of each one's sampled repeats."""
+    """Indices of the sampled groups and repeats."""
 
-    groups: NDArray[np.int64]
-    repeats: NDArray[np.int64]
+    groups: NDArray[np.int64]  # [N, G]
+    repeats: NDArray[np.int64]  # [N, G, R] of each sampled group
     absent: NDArray[np.bool_] | None  # [N, G, R] draws that a group with fewer repeats does not make
 
     @staticmethod
-    def of(seconds: RepeatedSeconds) -> _Draws | None:
+    def sample(seconds: RepeatedSeconds) -> _Draws | None:
         """The draws for a table of this shape; None if there is nothing to draw from."""
         lengths = np.array([len(row) for row in seconds])
         groups, repeats = len(lengths), int(lengths.max())
@@ -115,35 +118,29 @@ def estimated(value: float, resampled: Floats) -> Estimate:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast an arm was. speed_up: against the reference arm on the same prompts; None if that has no times."""
+    """The speed of an arm."""
 
     groups: int
     tokens: int
     tokens_per_second: Estimate
-    speed_up: Estimate | None
+    speed_up: Estimate | None  # against the reference arm on the same prompts; None if that has no times
 
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One arm at one batch size.
-
-    speed: None if any run failed: the rest would not be the same work. families: those without a failed run.
-    verdicts: how many texts, each counted once with the least favourable verdict of its repeats.
-    stats: totals over all runs, None for baselines. time_split: shares of the measured seconds, "overhead" being all
-    that is not in PARTS; None for baselines that do not report them. tokens_per_forward: of baselines at batch size 1;
-    else None.
-    """
+    """One arm at one batch size."""
 
     arm: str
     batch: int
-    speed: Speed | None
-    families: dict[str, Speed]
-    verdicts: dict[str, int]
+    speed: Speed | None  # None if any run failed: the rest would not be the same work
+    families: dict[str, Speed]  # those without a failed run
+    verdicts: dict[str, int]  # outputs by verdict, each counted once with the least favorable verdict of its repeats
     failed: int
     error: str | None
-    stats: Stats | None = None
+    stats: Stats | None = None  # totals over all runs; None for baselines
+    # shares of the measured seconds, "overhead" for the rest; None if a baseline does not report them
     time_split: dict[str, float] | None = None
-    tokens_per_forward: float | None = None
+    tokens_per_forward: float | None = None  # of baselines at batch size 1
 
     @property
     def speed_up(self) -> Estimate | None:
@@ -152,44 +149,44 @@ class ArmSummary:
 
     @property
     def lossless(self) -> bool:
-        """Whether the arm promises plain decoding's text or distribution; baselines promise nothing here."""
+        """True if the arm promises plain decoding's output or distribution; baselines promise nothing here."""
         return self.stats is not None and self.stats.lossless
 
     @property
     def lossy(self) -> bool:
-        """Whether the arm's rule changes the text."""
+        """True if the arm's rule changes the output."""
         return self.stats is not None and not self.stats.lossless
 
     @property
     def block_efficiency(self) -> float | None:
-        """Output tokens per forward of the target and row; None if that is not known."""
+        """Output tokens per forward of the target and row; None if unknown."""
         if self.stats is None or not self.stats.num_rounds:
             return self.tokens_per_forward
         return self.stats.block_efficiency
 
     @property
     def round_overhead(self) -> float | None:
-        """The share of rounds' time that is neither drafting nor verifying nor accepting."""
+        """Share of the rounds' time that is neither drafting nor verifying nor accepting."""
         if self.stats is None or self.stats.total_seconds <= self.stats.prefill_seconds:
             return None
         return self.stats.overhead_seconds / (self.stats.total_seconds - self.stats.prefill_seconds)
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """The share of draft tokens accepted at each position of the draft."""
+        """Share of draft tokens accepted at each position of the draft."""
         if self.stats is None:
             return []
         pairs = zip(self.stats.accepted_per_position, self.stats.drafted_per_position, strict=True)
         return [accepted / drafted for accepted, drafted in pairs]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, and figures derived from them, as JSON has them."""
+        """The fields and the figures derived from them, for JSON."""
         stats = None if self.stats is None else self.stats.to_dict()
         derived = ("acceptance_by_position", "round_overhead", "block_efficiency")
         return asdict(self) | {"stats": stats} | {name: getattr(self, name) for name in derived}
 
 
-def summarise(runs: Sequence[Run], reference: str) -> list[ArmSummary]:
+def summarize(runs: Sequence[Run], reference: str) -> list[ArmSummary]:
     """A summary per batch size and arm, in the order they were first run."""
     by_arm: dict[tuple[int, str], list[Run]] = {}
     for run in runs:
@@ -198,12 +195,12 @@ def summarise(runs: Sequence[Run], reference: str) -> list[ArmSummary]:
 
 
 def wrong_texts(summaries: Sequence[ArmSummary]) -> list[ArmSummary]:
-    """Arms that promise plain decoding's text and broke the promise by more than a tie."""
+    """Arms that promise plain decoding's output and broke the promise by more than a tie."""
     return [arm for arm in summaries if arm.lossless and arm.verdicts.get("different")]
 
 
 def total_stats(stats: Sequence[Mapping[str, Any]]) -> Stats:
-    """Several `Stats.to_dict()` added up."""
+    """The sum of several `Stats.to_dict()`."""
     total = Stats(lossless=all(part["lossless"] for part in stats))
     for part in stats:
         for f in fields(Stats):

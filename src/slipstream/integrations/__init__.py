@@ -1,1 +1,1 @@
-"""Slipstream behind other libraries' interfaces."""
+"""Slipstream with other libraries' interfaces."""

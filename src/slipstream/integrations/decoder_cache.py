@@ -37,7 +37,7 @@ class _DecoderInsideGenerate(SpeculativeDecoder):
 
 @dataclass(frozen=True, eq=False)
 class CachedDecoder:
-    """A decoder and what it was made with; copies and pickles of a model go without it."""
+    """A decoder and its settings; copies and pickles of a model do not contain it."""
 
     decoder: SpeculativeDecoder
     settings: DecoderSettings
@@ -50,13 +50,13 @@ class CachedDecoder:
 
 
 def cached_settings(target: Module) -> DecoderSettings | None:
-    """The settings of the decoder that the model has, if it has one."""
+    """The settings of the decoder cached on the model, if there is one."""
     cached: CachedDecoder | None = vars(target).get(ATTRIBUTE)
     return None if cached is None else cached.settings
 
 
 def decoder_for(target: Module, settings: DecoderSettings) -> SpeculativeDecoder:
-    """The decoder that the model keeps, over the models as they are now; made anew if the settings differ."""
+    """The decoder cached on the model, over the models as they are now; a new one if the settings differ."""
     cached: CachedDecoder | None = vars(target).get(ATTRIBUTE)
     if cached is not None and cached.settings == settings:
         cached.decoder.renew()

@@ -27,22 +27,20 @@ from slipstream.sampling.params import SamplingParams, params_from
 from slipstream.wiring.run_order import first_row, ordered
 
 MAX_REPORTED_ERRORS = 20  # the error file has them all
-WINDOW = 1024  # requests that are read, tokenised and ordered at a time
+WINDOW = 1024  # requests read, tokenized and ordered at a time
 
 
 @dataclass
 class JobReport:
-    """Progress of a job. total: lines; answered_before: by earlier runs; seconds: of this run.
+    """Progress of a job."""
 
-    errors: the first MAX_REPORTED_ERRORS messages, each with its file and line number.
-    """
-
-    total: int = 0
-    answered_before: int = 0
+    total: int = 0  # lines of the input
+    answered_before: int = 0  # by earlier runs
     answered: int = 0
     failed: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of this run
     work: Work = field(default_factory=Work)
+    # the first MAX_REPORTED_ERRORS messages, each with its file and line number
     errors: list[str] = field(default_factory=list)
 
     @property
@@ -57,11 +55,11 @@ class JobReport:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated at the speed of this run; None until a request has been answered."""
+        """Estimate at the speed of this run; None until a request has been answered."""
         return self.seconds / self.answered * self.remaining if self.answered else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, and the figures derived from them, as JSON values."""
+        """The fields and the figures derived from them, as JSON values."""
         ratios = {"tokens_per_second": self.tokens_per_second, "acceptance_rate": self.work.acceptance_rate}
         return asdict(self) | {"remaining": self.remaining} | ratios
 
@@ -72,7 +70,7 @@ Progress = Callable[[JobReport], None]
 class JobState:
     """The lines of a job and the answers written so far; opening it compares the two.
 
-    fingerprint: of the model that answers; "" until it is known. UsageError if the output is another job's.
+    fingerprint: of the model that answers; "" until it is known. UsageError if the output belongs to another job.
     """
 
     def __init__(self, files: JobFiles, digests: RequestDigest, report: JobReport, fingerprint: str = "") -> None:
@@ -96,14 +94,14 @@ class JobState:
                 yield line
 
     def answer(self, answers: Sequence[Mapping[str, Any]], fingerprint: str) -> None:
-        """Write answers. UsageError if the earlier ones are another model's."""
+        """Write answers; UsageError if earlier answers came from another model."""
         if answers and fingerprint != self._fingerprint:
             raise self._of_another_model(None, self._fingerprint, fingerprint)
         self._output.append(answers)
         self.report.answered += len(answers)
 
     def expect(self, fingerprint: str) -> None:
-        """Note the model's fingerprint, once it is known. UsageError if earlier answers are another model's."""
+        """Note the model's fingerprint, once it is known; UsageError if earlier answers came from another model."""
         if not self._fingerprint:
             self._fingerprint = fingerprint
             for answer in self._output.answered.values():
@@ -111,7 +109,7 @@ class JobState:
                     raise self._of_another_model(answer.number, answer.fingerprint, fingerprint)
 
     def refuse(self, line: Line, refusal: Mapping[str, Any]) -> None:
-        """Write why a line is not answered."""
+        """Write a line and the reason for its refusal to the error file."""
         self._errors.add(refusal)
         self.report.failed += 1
         if len(self.report.errors) < MAX_REPORTED_ERRORS:
@@ -130,7 +128,7 @@ class JobState:
         self._output.close()
 
     def _survey(self) -> list[tuple[Line, Mapping[str, Any]]]:
-        """Read all lines once; returns the bad ones with the reasons. UsageError if the output is not this job's."""
+        """Read all lines once; returns the bad ones with reasons. UsageError if the output is not this job's."""
         lines_by_id: dict[str, int] = {}
         refusals: list[tuple[Line, Mapping[str, Any]]] = []
         answered = self._output.answered
@@ -141,7 +139,7 @@ class JobState:
                 if key in lines_by_id:
                     raise UsageError(f"id {key!r:.80} is that of line {lines_by_id[key]}; allowed: an id for each line")
             except UsageError as error:
-                refusals.append((line, refusal_of(line, self._digests.of(line), error)))
+                refusals.append((line, refusal_of(line, self._digests.digest(line), error)))
                 continue
             self._digests.check(line)
             lines_by_id[key] = line.number
@@ -157,7 +155,7 @@ class JobState:
         answer = self._output.answered[key]
         if self._fingerprint and answer.fingerprint != self._fingerprint:
             raise self._of_another_model(answer.number, answer.fingerprint, self._fingerprint)
-        if answer.digest != self._digests.of(line):
+        if answer.digest != self._digests.digest(line):
             what = f"id {key!r:.80} has been answered to another request, or under other options"
             raise self._of_another_job(answer.number, what)
 
@@ -166,7 +164,7 @@ class JobState:
         return UsageError(f"{str(self._files.output)!r}{place}: {why}; allowed: a new file, or the output of this job")
 
     def _of_another_model(self, number: int | None, there: str, loaded: str) -> UsageError:
-        why = f"the answer is of the model with fingerprint {there}, but {loaded} is loaded"
+        why = f"the answer came from the model with fingerprint {there}, but {loaded} is loaded"
         return self._of_another_job(number, why)
 
 
@@ -187,7 +185,7 @@ class BatchJob:
     def run(self, on_progress: Progress = lambda report: None) -> JobReport:
         """Answer the lines that no earlier run has answered. on_progress: called after every step.
 
-        SlipstreamError if the files are another job's or cannot be written; what is finished stays in them.
+        SlipstreamError if the files belong to another job or cannot be written; finished answers stay in them.
         """
         with JobState(self._files, self._reader.digests, self.report, self._reader.fingerprint) as state:
             self._decode(state, on_progress)
@@ -195,7 +193,8 @@ class BatchJob:
         return self.report
 
     def _decode(self, state: JobState, on_progress: Progress) -> None:
-        pool, pending = RequestPool(self._decoder), state.pending()
+        pool = RequestPool(self._decoder)
+        pending = state.pending()
         self.report.work = pool.work
         more = True
         while more or pool.unfinished:
@@ -233,11 +232,11 @@ def run_batch(
     params: SamplingParams | None,
     options: Mapping[str, Any],
 ) -> JobReport:
-    """Run a job with an open decoder: what `SpeculativeDecoder.batch` does."""
+    """Run a job with an open decoder; `SpeculativeDecoder.batch` calls it."""
     names = ["errors", *(f.name for f in fields(JobOptions) if f.name != "params")]
     check_known("unknown option", options, [*names, *(f.name for f in fields(SamplingParams))])
     sampling: Any = {name: value for name, value in options.items() if name not in names}
     job_options = {name: value for name, value in options.items() if name in names[1:]}
     params = params_from(params, sampling) or SamplingParams()
-    files = JobFiles.of(source, output, options.get("errors"))
+    files = JobFiles.checked(source, output, options.get("errors"))
     return BatchJob(decoder, files, JobOptions(params=params, **job_options)).run()

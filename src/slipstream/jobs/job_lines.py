@@ -1,4 +1,4 @@
-"""What a job reads, a file of JSON lines or a list of dictionaries, and which files it writes."""
+"""The input of a job (a file of JSON lines or a list of dictionaries), and the files it writes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from slipstream.errors import UsageError, os_reason
 from slipstream.tokenization.tokenizer import check_text
 
 LONGEST_ID = 512  # characters
-ID = f"a text of 1 to {LONGEST_ID} characters, or a whole number"
+ID = f"a string of 1 to {LONGEST_ID} characters, or a whole number"
 SHOWN = 80  # characters of a value in a message
-DEEPEST = 200  # lists and objects within one another; Python reads and copies them recursively
-TOO_DEEP = f"lists and objects are nested too deep; allowed: at most {DEEPEST} within one another"
+DEEPEST = 200  # levels of lists and objects, which Python reads and copies recursively
+TOO_DEEP = f"lists and objects are nested too deeply; allowed: at most {DEEPEST} levels"
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the input. number: from 1; item: its request; error: why it has none (item is empty then)."""
+    """A line of the input."""
 
-    number: int
-    item: Mapping[str, Any]
-    error: str = ""
+    number: int  # from 1
+    item: Mapping[str, Any]  # the request; empty if there is an error
+    error: str = ""  # why the line has no request
 
     @property
     def id(self) -> str | int:
@@ -43,15 +43,15 @@ class Line:
 
 
 def is_openai(item: Mapping[str, Any]) -> bool:
-    """Whether a line has the format of OpenAI's batches."""
+    """True if a line has the format of OpenAI's batches."""
     return not item.keys().isdisjoint(("custom_id", "url", "body"))
 
 
 class Lines(Protocol):
-    """The lines of a job in order, blank ones left out; can be read more than once. name: their file, for messages."""
+    """The lines of a job in order, without blank ones; can be read more than once."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str: ...  # of the file, for messages
     def __iter__(self) -> Iterator[Line]: ...
 
 
@@ -96,13 +96,12 @@ class ListedLines:
 
 
 def _checked(number: int, item: Mapping[str, Any]) -> Line:
-    """The line, with an error if its item cannot be written as JSON."""
     try:
         text = json.dumps(dict(item), sort_keys=True)  # as digests have it
     except RecursionError:
         return Line(number, {}, TOO_DEEP)
     except (TypeError, ValueError) as error:
-        return Line(number, {}, f"not JSON: {error}; allowed: texts, numbers, lists and dictionaries of them")
+        return Line(number, {}, f"not JSON: {error}; allowed: strings, numbers, lists and dictionaries of them")
     return Line(number, {}, TOO_DEEP) if _too_deep(text) else Line(number, item)
 
 
@@ -125,7 +124,7 @@ def _parsed(number: int, line: bytes) -> Line:
 
 
 def _too_deep(text: str) -> bool:
-    """Whether JSON text is nested deeper than DEEPEST."""
+    """True if JSON text is nested deeper than DEEPEST."""
     # counting brackets is fast, and few of them cannot be nested deep
     return text.count("{") + text.count("[") > DEEPEST and nesting(text) > DEEPEST
 
@@ -143,7 +142,7 @@ class JobFiles:
     errors: Path
 
     @classmethod
-    def of(
+    def checked(
         cls, source: str | Path | Iterable[Mapping[str, Any]], output: str | Path, errors: str | Path | None = None
     ) -> JobFiles:
         """Check the names, and that a file holds a line, before anything is loaded; nothing is created."""
@@ -171,7 +170,6 @@ class JobFiles:
 
 
 def _path(name: str, value: Any) -> Path:
-    """A file to write, as a caller names it."""
     if (not isinstance(value, PathLike) and not is_text(value)) or str(value) in ("", ".", "-") or "\0" in str(value):
         shown = str(value) if isinstance(value, PathLike) else value
         raise UsageError(f"{name}={shown!r:.80}; allowed: the name of a file")

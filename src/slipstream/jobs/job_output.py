@@ -1,7 +1,7 @@
 """The output of a job: one line per answered request, on the disk before it counts as answered.
 
-Lines are only ever appended. A line that a killed process left unfinished is cut when the file is opened again. What
-went wrong with which line is in the error file, which every run writes anew.
+Lines are only ever appended. A line that a killed process left unfinished is cut off when the file is opened again.
+Refused lines and the reasons go to the error file, which every run rewrites.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ ROW_PREFIX = "batch_req_"  # of the ids of OpenAI's lines
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer that the output holds. number: of its line; digest: of the request; fingerprint: of the model."""
+    """An answer that the output holds."""
 
-    number: int
-    digest: str
-    fingerprint: str
+    number: int  # of its line
+    digest: str  # of the request
+    fingerprint: str  # of the model
 
 
 class JobOutput:
-    """An output file that this process alone may write. answered: what it holds, by id.
+    """An output file, locked for this process.
 
     UsageError if it is not the output of a job, SlipstreamError if another process writes it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.answered: dict[str, Answered] = {}
+        self.answered: dict[str, Answered] = {}  # by id
         try:
             new = not path.exists()
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by `close`
@@ -83,7 +83,7 @@ class JobOutput:
         self.close()
 
     def _read(self) -> None:
-        """Read the whole lines. Cut a torn last line, if it looks like the beginning of a job's line."""
+        """Read the whole lines, and cut off a torn last line if it looks like the beginning of a job's line."""
         end = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -112,7 +112,7 @@ class JobOutput:
 
 
 def line_bytes(line: Mapping[str, Any]) -> bytes:
-    """A line as it is written: the same bytes for the same values."""
+    """A line as bytes: the same bytes for the same values."""
     return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
 
 
@@ -127,14 +127,14 @@ def _parsed(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
 
 
 def no_output(path: Path, number: int) -> UsageError:
-    """The error for a file that no job has written."""
+    """The error for a file that was not written by a job."""
     return UsageError(
         f"{str(path)!r}, line {number}: not a line of a job's output; allowed: a new file, or the output of this job"
     )
 
 
 class ErrorFile:
-    """What went wrong in this run, line by line. Every run deletes the last one's file: it tries failed lines again."""
+    """The failures of this run, line by line; every run deletes the last one's file and tries those lines again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -154,7 +154,7 @@ class ErrorFile:
 
 
 def _check(path: Path) -> None:
-    """Refuse to delete a file that no job has written."""
+    """Refuse to delete a file that was not written by a job."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n") and "line" not in _parsed(path, number, line):

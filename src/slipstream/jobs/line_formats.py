@@ -40,44 +40,41 @@ IN_A_LINE = '"constraint": {"json_schema": ...}, or another of its kinds: ' + ",
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """Options for all lines of a job.
+    """Options for all lines of a job."""
 
-    params and chat_template_kwargs: defaults for plain lines that set none.
-    """
-
-    params: SamplingParams = field(default_factory=SamplingParams)
-    chat: bool = True  # texts go through the chat template, as in `generate`
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    model_name: str = ""  # what requests call the model; by default the target's name
-    token_ids: bool = False  # answers to plain lines have them
+    params: SamplingParams = field(default_factory=SamplingParams)  # defaults for plain lines
+    chat: bool = True  # string prompts go through the chat template, as in `generate`
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # default for plain lines
+    model_name: str = ""  # name of the model in requests; by default the target's name
+    token_ids: bool = False  # answers to plain lines include token ids
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
             raise UsageError(f"params={self.params!r:.60}; allowed: SamplingParams")
         if self.params.seed is not None:
             raise UsageError(
-                f"seed={self.params.seed} for all requests of a job; allowed: a seed in a line, or none: each request "
-                "then gets one from its id"
+                f"seed={self.params.seed} for all requests of a job; allowed: a seed per line, or none (each request "
+                "then gets one from its id)"
             )
         read_form({"chat_template_kwargs": self.chat_template_kwargs})
         if self.params.logits_processors:
-            raise UsageError("logits_processors in a job, whose requests are data; allowed: none")
+            raise UsageError("logits_processors in a job; allowed: none, as requests are data")
 
 
 class JobRequest(Protocol):
-    """A request of a job. line: its line of the input. rows: one per text; a prompt with n > 1 has n."""
+    """A request of a job."""
 
     @property
-    def line(self) -> Line: ...
+    def line(self) -> Line: ...  # of the input
     @property
-    def rows(self) -> Sequence[Row]: ...
+    def rows(self) -> Sequence[Row]: ...  # one per output; a prompt with n > 1 has n
 
     def answer(self) -> dict[str, Any]:
-        """The line of the output, once all rows have ended; raises what a row failed with."""
+        """The line of the output, once all rows have ended; raises the error of a failed row."""
 
 
 class Decoder(Protocol):
-    """The part of `SpeculativeDecoder` that jobs use; they cannot import it, as it imports them."""
+    """The part of `SpeculativeDecoder` that jobs use; jobs cannot import it, because it imports jobs."""
 
     config: DecoderConfig
     rule: Rule | None
@@ -95,7 +92,7 @@ class Decoder(Protocol):
 
 
 class RequestDigest:
-    """Digests of requests, by which a job recognises its answers. acceptance: the rule under which they are decoded."""
+    """Digests of requests, by which a job recognizes its answers. acceptance: name of the acceptance rule."""
 
     def __init__(self, options: JobOptions, acceptance: str) -> None:
         self._options = options
@@ -105,23 +102,23 @@ class RequestDigest:
         self._common = json.dumps([acceptance, plain], sort_keys=True)
 
     def check(self, line: Line) -> None:
-        """Refuse options of the job that a line in OpenAI's format would ignore."""
+        """Refuse job options that a line in OpenAI's format would ignore."""
         if is_openai(line.item):
             if self._options.params != SamplingParams() or self._options.chat_template_kwargs:
                 raise UsageError(
-                    f"line {line.number} has OpenAI's format, whose requests bring their own options; "
-                    "allowed: options for all requests with plain lines only"
+                    f"line {line.number} is in OpenAI's format, whose requests bring their own options; "
+                    "allowed: job options with plain lines only"
                 )
             _openai_lines()  # fails now if a package is missing
 
-    def of(self, line: Line) -> str:
+    def digest(self, line: Line) -> str:
         """Equal for two requests with the same content under the same options."""
         request = json.dumps(dict(line.item), sort_keys=True)
         return hashlib.sha256(f"{self._common}\n{request}".encode("utf-8", "backslashreplace")).hexdigest()[:24]
 
 
 class LineReader:
-    """Reads lines of any format, for one decoder. fingerprint: of its model."""
+    """Reads lines of any format for one decoder."""
 
     def __init__(self, decoder: Decoder, options: JobOptions) -> None:
         self._decoder, self._options = decoder, options
@@ -130,7 +127,7 @@ class LineReader:
 
     def request_of(self, line: Line) -> JobRequest:
         reader = self._openai if is_openai(line.item) else self._plain
-        request: JobRequest = reader.request_of(line, self.digests.of(line))
+        request: JobRequest = reader.request_of(line, self.digests.digest(line))
         return request
 
     @cached_property
@@ -142,12 +139,12 @@ class LineReader:
         return _openai_lines().OpenAILines(self._decoder, self._options)
 
     def refusal(self, line: Line, error: Exception) -> dict[str, Any]:
-        """The line of the error file for a line."""
-        return refusal_of(line, self.digests.of(line), error)
+        """A refused line as a line of the error file."""
+        return refusal_of(line, self.digests.digest(line), error)
 
 
 def _openai_lines() -> Any:
-    """The module that reads lines in OpenAI's format."""
+    """Import the module that reads lines in OpenAI's format."""
     try:
         return import_module(OPENAI_LINES)
     except ModuleNotFoundError as error:
@@ -155,7 +152,7 @@ def _openai_lines() -> Any:
 
 
 def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
-    """The line of the error file for a line, in that line's format."""
+    """A refused line as a line of the error file, in its own format."""
     if line.error or not is_openai(line.item):
         why = first_line(error) if isinstance(error, SlipstreamError) else with_class(error)
         return {"line": line.number, "id": line.item.get("id"), "error": why}
@@ -164,7 +161,7 @@ def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
 
 
 def seed_of(key: str) -> int:
-    """The seed of a request that names none: it follows from the request's id alone."""
+    """The seed of a request that sets none, derived from the request's id alone."""
     return int.from_bytes(hashlib.sha256(f"seed of {key}".encode()).digest()[:8], "big") >> 1
 
 
@@ -175,23 +172,23 @@ def reason_of(refusal: Mapping[str, Any]) -> str:
 
 
 def check_model(model: Any, name: str) -> None:
-    """Refuse requests for another model than the loaded one."""
+    """Refuse requests for a model other than the loaded one."""
     if model not in (None, "", name):
-        raise UsageError(f"model={model!r:.80}; allowed: {name!r}, which is loaded, or no model")
+        raise UsageError(f"model={model!r:.80}; allowed: the loaded {name!r}, or no model")
 
 
 @dataclass
 class PlainRequest:
-    """The request of a plain line. rows: one for each of its n texts, in order."""
+    """The request of a plain line."""
 
     line: Line
     digest: str
-    rows: list[Row]
+    rows: list[Row]  # one per output, in order
     tools: Sequence[Mapping[str, Any]]
     reader: PlainLines = field(repr=False)
 
     def answer(self) -> dict[str, Any]:
-        """The first text with its details; the others as "alternatives"."""
+        """The first output with its details; the others as "alternatives"."""
         failed = next((row.error for row in self.rows if row.error is not None), None)
         if failed is not None:
             raise failed
@@ -227,11 +224,11 @@ class PlainLines:
         self._model_name = options.model_name or decoder.target.name
 
     def request_of(self, line: Line, digest: str) -> PlainRequest:
-        """The rows of a line; UsageError says what is not allowed."""
+        """The rows of a line; UsageError if it is not allowed."""
         item = line.item
         if ("prompt" in item) == ("messages" in item):
             what = "prompt and messages are both given" if "prompt" in item else "no prompt"
-            raise UsageError(f"{what}; allowed: a text, token ids or a list of chat messages, as prompt or messages")
+            raise UsageError(f"{what}; allowed: a string, token ids or a list of chat messages, as prompt or messages")
         prompt = item["prompt"] if "prompt" in item else read_conversation(item["messages"]).items[0]
         check_model(item.get("model"), self._model_name)
         chat = item.get("chat", self.options.chat)
@@ -239,13 +236,14 @@ class PlainLines:
             raise UsageError(f"chat={chat!r:.80}; allowed: true, false")
         options = {"chat_template_kwargs": self.options.chat_template_kwargs}
         options |= {name: value for name, value in item.items() if name not in NO_OPTIONS}
-        form, params = read_form(options), self._params(options, str(line.id))
+        form = read_form(options)
+        params = self._params(options, str(line.id))
         rows = self._decoder.sample_rows([prompt], params, chat=chat, form=form)[0]
         return PlainRequest(line, digest, rows, form.tools, self)
 
     def _params(self, options: dict[str, Any], key: str) -> SamplingParams:
         if "logits_processors" in options:
-            raise UsageError("logits_processors are code, which is not read from files; allowed: other options")
+            raise UsageError("logits_processors in a line; allowed: other options, as code is not read from files")
         if named := next((name for name in options if name in FORMS), None):
             raise UsageError(f"unknown option {named!r}; allowed: {IN_A_LINE}")
         if isinstance(options.get("constraint"), dict):
@@ -264,7 +262,7 @@ def _constraint(fields: dict[str, Any]) -> Constraint:
 
 
 def _token_id(name: object) -> int:
-    """A key of logit_bias: text in JSON, a number in a dictionary."""
+    """A key of logit_bias: a string in JSON, an int in a dictionary."""
     if isinstance(name, int) and not isinstance(name, bool):
         return name
     if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 12:

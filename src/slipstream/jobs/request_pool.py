@@ -13,14 +13,14 @@ from slipstream.jobs.line_formats import Decoder, JobRequest
 
 @dataclass
 class Work:
-    """Tokens of a job so far."""
+    """Token counts of a job so far."""
 
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
     def note(self, rounds: Iterable[Round]) -> None:
-        """Count the rounds of a step."""
+        """Add the rounds of a step."""
         for round in rounds:
             unforced = round.without_forced
             self.output_tokens += len(round.tokens)
@@ -50,12 +50,12 @@ class RequestPool:
 
     @property
     def has_room(self) -> bool:
-        """Whether more requests are needed to keep the batch full."""
+        """True if more requests are needed to keep the batch full."""
         return len(self._queue) + len(self._running) < self._max_rows
 
     @property
     def unfinished(self) -> bool:
-        """Whether a request is waiting or being decoded."""
+        """True if a request is waiting or being decoded."""
         return bool(self._queue or self._running)
 
     def add(self, requests: Iterable[JobRequest]) -> None:
@@ -77,7 +77,7 @@ class RequestPool:
         return ended
 
     def await_together(self) -> None:
-        """No more requests will come: from now on only the end of the last row matters."""
+        """Note that no more requests will come: from now on only the end of the last row matters."""
         if not self._queue:
             requests = {id(request): request for request in self._running.values()}
             rows = [row for request in requests.values() for row in request.rows if row.finish_reason is None]

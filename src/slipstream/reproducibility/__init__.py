@@ -1,1 +1,1 @@
-"""Which forward shapes give the same bits on this machine."""
+"""Finds which forward shapes give the same bits on this machine."""

@@ -1,4 +1,4 @@
-"""Which forward shapes agree to the bit on this machine, for this model and precision; measured.
+"""Measures which forward shapes agree to the bit on this machine, for this model and precision.
 
 A forward of five tokens may use other kernels than a forward of one, round differently and flip a near-tie. Shapes
 that agree exactly make the text independent of how many tokens were drafted, of the batch and of the order of arrival.
@@ -66,28 +66,22 @@ class Stages:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which shapes agreed. widths: forward widths that give the same bits; attended_unit: attention reads multiples.
+    """The forward shapes that gave the same bits, and how long they took."""
 
-    together: widths that agree for several rows, though not for one; kernels for a single token are often different.
-    prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
-    the same way whatever comes after it; but if they do, cached tokens are reused singly instead of in whole chunks.
-    attended_lengths: further lengths that attention may read with the same bits. totals: how many tokens a ragged
-    forward may have, and how many milliseconds it takes with the most rows; every_total: all numbers between agree.
-    milliseconds: of one forward of each width, for one row, at its fastest.
-    """
-
-    widths: tuple[int, ...]
-    attended_unit: int
-    milliseconds: dict[int, float]
+    widths: tuple[int, ...]  # forward widths that give the same bits for one row, alone and in a batch
+    attended_unit: int  # attention reads multiples of this many cached tokens
+    milliseconds: dict[int, float]  # of the fastest one-row forward of each width
+    # prompt chunks agree with these widths, so cached tokens are reused singly. They need not agree: a prompt is
+    # computed on its own, cut in the same way whatever follows it; then only whole chunks are reused.
     prompts: bool = False
-    together: tuple[int, ...] = ()
-    attended_lengths: tuple[int, ...] = ()
-    totals: dict[int, float] = field(default_factory=dict)
-    every_total: bool = False
+    together: tuple[int, ...] = ()  # widths that agree only for several rows: one token may have kernels of its own
+    attended_lengths: tuple[int, ...] = ()  # further lengths that attention may read with the same bits
+    totals: dict[int, float] = field(default_factory=dict)  # tokens of a ragged forward -> milliseconds with most rows
+    every_total: bool = False  # all numbers of tokens between those in `totals` agree as well
 
     @property
     def agrees(self) -> bool:
-        """Whether any shapes agree: at least the reference width, alone and in a batch."""
+        """True if any shapes agree: at least the reference width, alone and in a batch."""
         return REFERENCE in self.widths
 
     @property
@@ -110,7 +104,7 @@ class Calibration:
 
     @property
     def cost(self) -> float:
-        """How much longer a plain step takes than at the fastest width, as a share."""
+        """Extra time of a plain step relative to the fastest width: 0.1 for 10 % more."""
         plain = min((ms for width, ms in self.milliseconds.items() if width in self.widths), default=float("inf"))
         return plain / min(self.milliseconds.values()) - 1
 
@@ -126,7 +120,8 @@ def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) ->
     longest = max(CONTEXTS) + LENGTH
     contexts = CONTEXTS if backend.max_length >= longest else (backend.max_length // 4,)
     widths = [width for width in WIDTHS if width <= backend.max_length - max(contexts)]
-    trials, stages = Trials(backend, contexts, widths, max_batch_size), Stages(report)
+    trials = Trials(backend, contexts, widths, max_batch_size)
+    stages = Stages(report)
     guaranteed = is_shape_independent(backend)
     shares = SHARES_IF_GUARANTEED if guaranteed else SHARES
     turns = stages.over(shares["times"], range(MOST_TURNS))
@@ -192,7 +187,8 @@ def _agreeing_shapes(
         return Calibration(tuple(agreeing), unit, times)
     others = [width for width in trials.widths if width not in alone and trials.agrees_in_batches(width, STEPS)]
     chunks = stages.over(SHARES["prompts"], trials.chunks)
-    prompts, widths = trials.prompts_agree(chunks), sorted((*agreeing, *others))
+    prompts = trials.prompts_agree(chunks)
+    widths = sorted((*agreeing, *others))
     ragged = prompts and trials.prompts_agree_together()
     candidates = stages.over(SHARES["totals"], trials.totals(TOTALS, widths) if ragged else ())
     totals = [total for total in candidates if trials.total_agrees(total, widths)]

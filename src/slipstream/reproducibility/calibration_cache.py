@@ -1,4 +1,4 @@
-"""Which forward shapes a decoder keeps to: calibrated once per machine, model and precision, then read."""
+"""Chooses the forward shapes of a decoder: calibrated once per machine, model and precision, then cached."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at mo
 
 
 def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int) -> tuple[Shapes, Calibration | None]:
-    """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
+    """The forward shapes to use, given the `reproducible` setting and what agrees on this machine."""
     if isinstance(loaded.backend, UnpaddedForwards):
         return _shapes_on_own_cache(loaded.name, loaded.backend, reproducible), None
     if reproducible is False:
@@ -54,15 +54,15 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
     if not calibration.agrees:
         if reproducible is True:
             raise UsageError(
-                f"reproducible=True, but no set of forward shapes agrees to the bit for {loaded.name!r} "
+                f"reproducible=True, but no forward shapes agree to the bit for {loaded.name!r} "
                 f"{_here(loaded)}; allowed: 'auto' or False{_OR_FEWER_THREADS if _many_threads(loaded) else ''}"
             )
-        log.info("no forward shapes agree to the bit %s: texts may differ in near-ties", _here(loaded))
+        log.info("no forward shapes agree to the bit %s: outputs may differ at near-ties", _here(loaded))
         return EXACT_FIT, calibration
     if reproducible == "auto" and calibration.cost > AFFORDABLE:
         log.info(
-            "texts may differ from plain decoding's in near-ties; reproducible=True prevents it, "
-            "in %.1f times the time",
+            "outputs may differ from plain decoding's at near-ties; reproducible=True prevents that, "
+            "and takes %.1f times as long",
             1 + calibration.cost,
         )
         return EXACT_FIT, calibration
@@ -81,10 +81,10 @@ def _here(loaded: Loaded) -> str:
 
 
 def _shapes_on_own_cache(name: str, backend: UnpaddedForwards, reproducible: bool | str) -> Shapes:
-    """The shapes of a model on a cache of its own: it reads drafts at once if that is right and rounds alike."""
+    """The shapes of a model with its own cache: drafts are read at once if that is right and rounds alike."""
     if reproducible is True:
         raise UsageError(
-            f"reproducible=True, but {name!r} runs on a cache of its own, where no set of forward shapes agrees; "
+            f"reproducible=True, but {name!r} runs on its own cache, where no forward shapes agree; "
             "allowed: 'auto' or False"
         )
     if not backend.takes_several_tokens:
@@ -92,14 +92,14 @@ def _shapes_on_own_cache(name: str, backend: UnpaddedForwards, reproducible: boo
     if backend.rounds_like_one_token or reproducible is False:
         return EXACT_FIT
     warn_slower(
-        f"{name} reads drafts token by token, so that they change no text: in half precision its forward over several "
-        "tokens rounds differently; dtype='float32' or reproducible=False reads them at once"
+        f"{name} verifies drafts token by token, to keep its outputs: in half precision its forward over several "
+        "tokens rounds differently; dtype='float32' or reproducible=False verifies them at once"
     )
     return replace(EXACT_FIT, token_by_token=True)
 
 
 def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
-    """The calibration of this machine, model and precision from the cache, or a new one, which is then saved.
+    """The calibration of this machine, model and precision: cached, or measured and then saved.
 
     It is not saved if no shapes agree for a model in memory.
     """
@@ -122,7 +122,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
 
 
 def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max_batch_size: int) -> DraftTimes:
-    """How long a draft model's steps take, from the cache, or measured and then saved."""
+    """Times of a draft model's steps: cached, or measured and then saved."""
     scored = draft.backend.vocab_size if draft.restricted is None else draft.restricted.num_first
     identity = f"drafts {_identity(draft)} scores {scored} batches to {max_batch_size}"
     cached = read_measured(FOLDER, identity, _draft_times)
@@ -134,7 +134,7 @@ def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max
 
 
 def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
-    """How a draft head agrees with its target, from the cache, or tried and then saved."""
+    """Agreement of a draft head with its target: cached, or measured and then saved."""
     from slipstream.models.heads.head_check import HeadAgreement, agreement  # transformers takes seconds
 
     if not target.source:  # models in memory, whose weights have no name
@@ -151,9 +151,10 @@ def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
 
 
 def _identity(loaded: Loaded) -> str:
-    """All that decides how forwards round and how long they take: machine, libraries, their settings, the model."""
+    """Everything that decides how forwards round and how long they take: machine, libraries, settings, model."""
     flags = sorted(processor().flags)
-    settings = {name: os.environ[name] for name in sorted(os.environ) if _affects_rounding(name)}
+    names = [name for name in sorted(os.environ) if name.startswith(SETTINGS) and name not in THREAD_SETTINGS]
+    settings = {name: os.environ[name] for name in names}
     mkldnn: Any = torch.backends.mkldnn
     machine = [
         f"{platform.machine()} {processor().model_name} flags {_digest(flags)}",
@@ -181,11 +182,6 @@ def _cuda_libraries() -> str:
     ]
     versions = f"CUDA {torch.version.cuda} cuDNN {backends.cudnn.version()} Triton {_installed('triton')}"
     return f"{versions} {_digest(allowed)}"
-
-
-def _affects_rounding(name: str) -> bool:
-    """Whether a variable of the environment tells a library how to compute."""
-    return name.startswith(SETTINGS) and name not in THREAD_SETTINGS
 
 
 def _configuration(model: Any) -> dict[str, Any]:
@@ -235,7 +231,7 @@ def _times(values: dict[str, Any]) -> dict[int, float]:
 
 
 def _save(identity: str, values: dict[str, Any]) -> None:
-    """Save what was measured; a cache folder that cannot be written is no reason to stop."""
+    """Save a measurement; a cache folder that cannot be written is no reason to stop."""
     try:
         save_measured(FOLDER, identity, values)
     except OSError as error:

@@ -103,7 +103,8 @@ class Trials:
         others = max(0, max_batch_size - len(contexts))
         self._starts = [*contexts, *(mates[i % len(mates)] for i in range(others))][: max(max_batch_size, 1)]
         self._firsts = [*self._starts, *contexts[len(self._starts) :]]
-        length, generator = max(contexts) + max(PREFILL, *WIDTHS), torch.Generator().manual_seed(20240229)
+        length = max(contexts) + max(PREFILL, *WIDTHS)
+        generator = torch.Generator().manual_seed(20240229)
         self._tokens = torch.randint(0, backend.vocab_size, (length,), generator=generator).to(backend.device)
         set_attended_lengths(backend, ATTENDED_UNITS[-1], ())
         for tried in (complete, backend):
@@ -140,9 +141,9 @@ class Trials:
             yield self._forward(tokens, [start], slot)[0].clone()
 
     def agrees_alone(self, width: int, *, once: bool = False) -> bool:
-        """Whether every position comes out as in the reference; gives up at the first that does not.
+        """True if every position equals the reference; stops at the first that does not.
 
-        once: in one forward of one context instead of consecutive ones of each.
+        once: in one forward of one context instead of consecutive forwards of each.
         """
         slots = [width % len(self.contexts)] if once else range(len(self.contexts))
         for slot in slots:
@@ -156,12 +157,13 @@ class Trials:
         return True
 
     def agrees_in_batches(self, width: int, steps: int = 1) -> bool:
-        """Whether ragged batches give the reference's bits: of every size for narrow widths, else of some.
+        """True if ragged batches give the reference's bits: of every size for narrow widths, else of a few.
 
         All rows are compared: products of matrices often compute the last few rows with another kernel.
-        steps: consecutive forwards that are compared, at least; tiny models need more.
+        steps: minimum number of consecutive forwards that are compared; tiny models need more.
         """
-        row_step, steps = 1 if width <= REFERENCE else 3, max(steps, self._length // LENGTH)
+        row_step = 1 if width <= REFERENCE else 3
+        steps = max(steps, self._length // LENGTH)
         for rows in range(len(self._starts), 1, -row_step):
             last = self.backend.max_length - max(self._starts[:rows]) - width  # a short context holds fewer steps
             for offset in range(0, min((steps - 1) * width, last) + 1, width):
@@ -175,7 +177,7 @@ class Trials:
         return True
 
     def attended_lengths(self) -> tuple[int, ...]:
-        """Lengths of the KV cache that forwards may read, where they suffice, with the bits of whole units."""
+        """Further KV cache lengths that forwards may read with the same bits as whole units."""
         backend, unit = self._complete, self.backend.attended_unit
         if not isinstance(backend, AttendedLengths) or backend.device.type != "cpu":
             return ()
@@ -187,11 +189,11 @@ class Trials:
 
     @property
     def chunks(self) -> list[int]:
-        """The numbers of tokens that a chunk of a prompt may have."""
+        """The possible numbers of tokens in a chunk of a prompt."""
         return list(range(PROMPT_UNIT, min(PREFILL, self.backend.max_length - self.contexts[-1]) + 1, PROMPT_UNIT))
 
     def prompts_agree(self, chunks: Iterable[int]) -> bool:
-        """Whether prompt chunks of these widths give the bits that forwards of the reference width give."""
+        """True if prompt chunks of these widths give the bits that forwards of the reference width give."""
         slot = len(self.contexts) - 1
         length = min(PREFILL, self.backend.max_length - self.contexts[slot])
         reference = torch.cat(list(self._trace(slot, REFERENCE, length)))
@@ -202,7 +204,7 @@ class Trials:
         return True
 
     def longest_chunk_agrees(self) -> bool:
-        """Whether a prompt's longest chunk gives the reference's bits at its beginning and its end."""
+        """True if a prompt's longest chunk gives the reference's bits at its beginning and its end."""
         slot = len(self.contexts) - 1
         if not self.chunks:
             return True
@@ -215,12 +217,12 @@ class Trials:
 
     @property
     def _ragged(self) -> bool:
-        """Whether there are ragged forwards to try."""
+        """True if there are ragged forwards to try."""
         several = len(self._starts) >= max(2, len(self.contexts))
         return isinstance(self.backend, RaggedForwards) and self.backend.ragged and several
 
     def prompts_agree_together(self) -> bool:
-        """Whether prompts that share a forward give these bits as well."""
+        """True if prompts that share a forward give these bits as well."""
         backend, slot = self.backend, len(self.contexts) - 1
         other = 1 if slot == 0 else 0
         if not self._ragged:
@@ -240,11 +242,11 @@ class Trials:
         return True
 
     def totals(self, totals: Sequence[int], widths: Sequence[int]) -> list[int]:
-        """The given totals for which a ragged forward fits into the context."""
+        """Those totals for which a ragged forward fits into the context."""
         return [total for total in totals if self._ragged and any(self._ragged_rounds(total, widths))]
 
     def total_agrees(self, total: int, widths: Sequence[int]) -> bool:
-        """Whether ragged forwards of this many tokens give the reference's bits, with the most rows and with few."""
+        """True if ragged forwards of this many tokens give the reference's bits, with the most rows and with few."""
         backend = self.backend
         assert isinstance(backend, RaggedForwards)
         for segments in self._ragged_rounds(total, widths):
@@ -260,7 +262,7 @@ class Trials:
         return ragged_rounds(total, self._starts, self.backend.max_length - widths[-1])
 
     def unit_agrees(self, unit: int) -> bool:
-        """Whether reading two or three times as far gives the same bits."""
+        """True if reading two or three times as far gives the same bits."""
         self.use_unit(unit)
         agrees = True
         for factor in (2, 3):

@@ -27,7 +27,7 @@ FEWEST_TURNS, FEWEST_RAGGED_TURNS, MOST_TURNS = 3, 2, 16
 # forwards of up to so many tokens (ragged: FEW_RAGGED), which most verifications have, get at least FEWEST_OF_FEW turns
 FEW, FEW_RAGGED, FEWEST_OF_FEW = 16, 32, 6
 SECONDS = 1.5  # after this time a shape gets no more than its fewest turns
-TEXT, SHORT = 64, 8  # tokens of a text whose reading is timed, and of texts for which only drafting is
+TEXT, SHORT = 64, 8  # tokens of a prompt whose reading is timed, and of prompts for which only drafting is timed
 STEPS, TURNS = 6, 2  # steps of a draft; how often a single row's draft is timed: the first time includes other work
 
 Shape = TypeVar("Shape")
@@ -40,7 +40,7 @@ class Fastest(Generic[Shape]):
     milliseconds: dict[Shape, float] = field(default_factory=dict)
 
     def add(self, shape: Shape, seconds: float) -> None:
-        """Note what a forward or a draft of this shape took."""
+        """Keep the time of a forward or draft if it is the fastest of its shape."""
         ms = 1e3 * max(0.0, seconds)
         self.milliseconds[shape] = min(ms, self.milliseconds.get(shape, ms))
 
@@ -67,7 +67,7 @@ def ragged_rounds(total: int, starts: Sequence[int], limit: int) -> Iterator[lis
 
 
 def shared_out(total: int, rows: int, turn: int) -> list[int]:
-    """How many of `total` tokens each row gets, at least one, by SHARES from number `turn` on."""
+    """The number of tokens, at least one, that each row gets of `total`; SHARES are used from number `turn` on."""
     counts = [1] * rows
     places, shares = cycle(range(rows)), cycle((*SHARES[turn:], *SHARES[:turn]))
     while (remaining := total - sum(counts)) > 0:
@@ -76,27 +76,28 @@ def shared_out(total: int, rows: int, turn: int) -> list[int]:
 
 
 def end_to_end(tokens: Tensor, segments: Sequence[RowSegment], total: int) -> Tensor:
-    """The tokens of a text [N] that the segments cover, one segment after the other, padded to `total`."""
+    """The tokens that the segments cover, one segment after the other, padded to `total`."""
     joined = torch.cat([tokens[segment.start : segment.start + segment.count] for segment in segments])
     return pad(joined, (0, total - len(joined)))
 
 
 @dataclass(frozen=True)
 class ForwardTimes:
-    """Times forwards of tokens [N]; slot i holds the first starts[i] of them, slot 0 as many as `start`.
+    """Times forwards of different shapes on one backend.
 
-    Shapes of few tokens, which most verifications have, get more turns than others even where they take long: the cost
-    of a drafted token is the difference between two of them, which two or three turns would leave to chance.
+    Shapes of few tokens, which most verifications have, get more turns even where they take long: the cost of a drafted
+    token is the difference between two of them, which two or three turns would leave to chance.
     """
 
     backend: Backend
-    tokens: Tensor
-    starts: Sequence[int]
-    start: int
+    tokens: Tensor  # [N]
+    starts: Sequence[int]  # slot i holds the first starts[i] tokens
+    start: int  # number of tokens that slot 0 holds
 
     def alone(self, widths: Sequence[int], turns: Iterable[int]) -> dict[int, float]:
-        """Milliseconds of one row's forward, by width. turns: their numbers; taken as long as there is time."""
-        started, times = perf_counter(), Fastest[int]()
+        """Milliseconds of one row's forward, by width. turns: numbers of the turns, used while time is left."""
+        started = perf_counter()
+        times = Fastest[int]()
         for turn in turns:
             late = perf_counter() - started > SECONDS
             due = [width for width in widths if not late or turn < (FEWEST_OF_FEW if width <= FEW else FEWEST_TURNS)]
@@ -109,12 +110,13 @@ class ForwardTimes:
     def ragged(
         self, turns: Iterable[tuple[int, int]], widths: Sequence[int], alone: Mapping[int, float]
     ) -> dict[int, float]:
-        """Milliseconds of a ragged forward with the most rows, by tokens. turns: number of the turn, and tokens.
+        """Milliseconds of a ragged forward with the most rows, by number of tokens.
 
-        alone: milliseconds of one row's forwards, measured earlier. One of them is timed again beside each turn, and
-        all times count in proportion to it: the machine may have become slower or faster since.
+        turns: pairs of a turn's number and a number of tokens. alone: earlier milliseconds of one row's forwards. One
+        of these is timed again with each turn, and all times are scaled by it: the machine's speed may have changed.
         """
-        reference, started = max(width for width in alone if width <= FEW), perf_counter()
+        reference = max(width for width in alone if width <= FEW)
+        started = perf_counter()
         times, reference_times = Fastest[int](), Fastest[int]()
         last, late = -1, False
         for turn, total in turns:
@@ -154,10 +156,10 @@ class ForwardTimes:
 
 @dataclass(frozen=True)
 class DraftTimes:
-    """Milliseconds. steps: of a step of the draft model, by the rows that draft; token: of a token that it reads."""
+    """Milliseconds that a draft model takes."""
 
-    steps: dict[int, float] = field(default_factory=dict)
-    token: float | None = None
+    steps: dict[int, float] = field(default_factory=dict)  # of one step, by the number of rows that draft
+    token: float | None = None  # of one prompt token
 
 
 def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
@@ -182,11 +184,12 @@ def _row_counts(max_rows: int) -> Sequence[int]:
 
 @torch.inference_mode()
 def _step_seconds(scorer: DraftScorer, num_rows: int, length: int, seed: int) -> list[float]:
-    """Seconds of each step of a draft for `num_rows` new texts of `length` tokens; the first step reads the texts."""
+    """Seconds of each step of a draft for `num_rows` new prompts of `length` tokens; the first reads the prompts."""
     backend, generator = scorer.backend, torch.Generator().manual_seed(20240229 + seed)
-    texts = torch.randint(0, backend.vocab_size, (num_rows, length), generator=generator).tolist()
-    rows = [Row(i, text, SamplingParams(temperature=0.0), seed=0) for i, text in enumerate(texts)]
-    drafted, seconds = torch.zeros(num_rows, STEPS, dtype=torch.int64, device=backend.device), []
+    prompts = torch.randint(0, backend.vocab_size, (num_rows, length), generator=generator).tolist()
+    rows = [Row(i, prompt, SamplingParams(temperature=0.0), seed=0) for i, prompt in enumerate(prompts)]
+    drafted = torch.zeros(num_rows, STEPS, dtype=torch.int64, device=backend.device)
+    seconds = []
     for step in range(STEPS):
         started = perf_counter()
         logits = scorer.score(rows, drafted[:, :step], [step] * num_rows, keep=1)

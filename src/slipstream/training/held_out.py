@@ -1,7 +1,7 @@
-"""How fast a head makes its target, judged on texts that it has not learned from.
+"""Estimates the speed that a head gives its target, on texts that it has not learned from.
 
-Their answers are drafted round by round with drafts of each length, as in greedy decoding: the text is the target's
-own, so the draft tokens that agree with it are accepted. Speeds come from the calibrated costs of rounds.
+Their answers are drafted round by round with drafts of each length, as in greedy decoding: the answers are the target's
+own, so draft tokens that agree with them are accepted. Speeds come from the calibrated costs of rounds.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from slipstream.training.trainable_head import STEPS, Batch, TrainableHead
 
 @dataclass(frozen=True)
 class Judgement:
-    """How fast a head is, with drafts of the length that is fastest.
+    """The speed of a head at its fastest draft length."""
 
-    accepted[i]: share of rounds that accept more than i draft tokens. tokens_per_round: with drafts of STEPS tokens.
-    tokens_per_second: estimated; plain: the same without drafts.
-    """
-
-    tokens_per_round: float
-    accepted: tuple[float, ...]
+    tokens_per_round: float  # with drafts of STEPS tokens
+    accepted: tuple[float, ...]  # accepted[i]: share of rounds that accept more than i draft tokens
     num_draft_tokens: int
-    tokens_per_second: float
-    plain: float
+    tokens_per_second: float  # estimated
+    plain: float  # tokens per second without drafts
 
 
 def judged(head: TrainableHead, batches: Sequence[Batch], costs: CostModel) -> Judgement:
@@ -44,9 +40,9 @@ def judged(head: TrainableHead, batches: Sequence[Batch], costs: CostModel) -> J
 
 
 def acceptance(answers: Sequence[Sequence[int]], length: int) -> Accepted:
-    """How much of drafts of this length is accepted.
+    """Share of rounds that accept more than i draft tokens, for each i below `length`.
 
-    answers[i][j]: how many tokens agree of a draft that begins at token j of answer i.
+    answers[i][j]: number of agreeing tokens in a draft that begins at token j of answer i.
     """
     rounds, counts = 0, [0] * length
     for agreeing in answers:
@@ -61,7 +57,7 @@ def acceptance(answers: Sequence[Sequence[int]], length: int) -> Accepted:
 
 
 def _answers(head: TrainableHead, batch: Batch) -> list[list[int]]:
-    """For each text and each of its tokens that count: how many tokens agree of a draft that begins there."""
+    """For each text and each of its tokens that count: number of agreeing tokens in a draft that begins there."""
     agreeing: Tensor = head.hits(batch).long().cumprod(-1).sum(-1)
     counted = batch.learned[:, batch.predicted(0)]
     return [agreeing[i][counted[i]].tolist() for i in range(len(agreeing))]

@@ -1,9 +1,9 @@
 """A draft head with weights that learn: test-time training of EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3.2).
 
-The network is the one that drafts, `slipstream.models.heads.network`. In step k a row reads the token k places further
-on, and its feature is its own output of step k - 1. It attends to the rows before it as they were in the first step,
+The network is the one that drafts, `slipstream.models.heads.network`. In step k a row reads the token k positions
+ahead, and its feature is its own output of step k - 1. It attends to the rows before it as they were in the first step,
 and to itself in each later one. The loss is the divergence from the target's distribution over the draft vocabulary;
-that of step k has the weight 0.9^k.
+step k is weighted by 0.9^k.
 
 B texts, W tokens of each, H hidden size, F features of a token.
 """
@@ -22,21 +22,21 @@ from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights
 from slipstream.models.heads.starting_weights import feature_layers, model_of, unreadable
 from slipstream.models.loaded import Loaded
 
-STEPS = 5  # how many are unrolled; the longest draft that is judged
+STEPS = 5  # steps that are unrolled; also the longest draft that is judged
 DECAY = 0.9  # weight of a step's loss, relative to the step before
 LAYER = "layers.0."
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts padded by `STEPS` tokens or more. tokens: [B, W]; learned: [B, W], which of them count."""
+    """Texts padded by `STEPS` tokens or more."""
 
-    tokens: Tensor
-    learned: Tensor
+    tokens: Tensor  # [B, W]
+    learned: Tensor  # [B, W], true for tokens that count
 
     @classmethod
-    def of(cls, texts: Sequence[tuple[list[int], int]], device: torch.device) -> Batch:
-        """A batch of texts, each its token ids and the index of the first token that counts."""
+    def padded(cls, texts: Sequence[tuple[list[int], int]], device: torch.device) -> Batch:
+        """Make a batch of texts, each given as token ids and the index of the first token that counts."""
         width = max(len(ids) for ids, _ in texts) + STEPS
         tokens = torch.zeros(len(texts), width, dtype=torch.int64)
         learned = torch.zeros(len(texts), width, dtype=torch.bool)
@@ -51,7 +51,7 @@ class Batch:
         return self.tokens.shape[1] - STEPS - 2
 
     def predicted(self, step: int) -> slice:
-        """The places of the tokens that rows predict in a step."""
+        """The positions of the tokens that rows predict in a step."""
         return slice(2 + step, 2 + step + self.num_rows)
 
 
@@ -105,7 +105,7 @@ class TrainableHead(nn.Module):
         return weights | {"fc": weights["fc"] / self.feature_size}
 
     def loss(self, batch: Batch) -> tuple[Tensor, int]:
-        """The sum of the loss over all tokens that count, and their number."""
+        """The sum of the loss over all tokens that count, and the number of these tokens."""
         features, logits = self.target.read(batch.tokens)
         logits = logits[..., self.token_ids]
         total = torch.zeros((), device=logits.device)
@@ -119,7 +119,7 @@ class TrainableHead(nn.Module):
 
     @torch.no_grad()
     def hits(self, batch: Batch) -> Tensor:
-        """[B, rows, STEPS] whether the draft that begins at a row has the text's own token in each place."""
+        """[B, rows, STEPS] true where the draft that begins at a row has the text's own token."""
         features, _ = self.target.read(batch.tokens)
         hits = [
             self.token_ids[outputs.argmax(-1)] == batch.tokens[:, batch.predicted(step)]
@@ -202,7 +202,7 @@ class _Product:
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a head computes for a target of this type: the range of float16 is too small for gradients."""
+    """The dtype in which a head computes: the target's, but not float16, whose range is too small for gradients."""
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 

@@ -1,7 +1,7 @@
 """`slipstream train`: makes texts, trains a head on them, and writes it where `--draft` reads it.
 
-The folder holds the texts, the state from which a run continues, the head, and its judgements. `settings.json` has the
-settings in which a further run must agree.
+The folder holds the texts, the state from which a run continues, the head, and its judgements. A further run must have
+the settings in `settings.json`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from slipstream.bench.report.plots import Chart, Line, Point, save
+from slipstream.checks import counted
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.costs import CostModel
 from slipstream.durable_files import locked, replaced
@@ -53,7 +54,7 @@ from slipstream.version import __version__
 from slipstream.wiring.model_pair import fingerprint_of
 
 SETTINGS, PROGRESS, LOCK = "settings.json", "progress.jsonl", ".lock"
-TEXTS_SHARE = 0.5  # of the time, for making texts
+TEXTS_SHARE = 0.5  # share of the time for making texts
 HELD_TOKENS = 4096  # tokens of the texts that are held out
 SIZES = (2048, 4096, 8192, 16384, 32768)  # of draft vocabularies
 FINGERPRINT = "fingerprint"  # the setting that identifies the target
@@ -62,18 +63,18 @@ COVERED = 0.97  # share of the held-out texts' tokens that the draft vocabulary 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What to train. num_steps: None for as many as the texts and the time allow."""
+    """The target, the data and the limits of a training."""
 
     target: str
     folder: Path
     prompts: Path | None = None
     num_tokens: int = 2_000_000
     hours: float = 3.0
-    num_steps: int | None = None
+    num_steps: int | None = None  # None for as many as the texts and the time allow
     seed: int = 0
 
     def shared(self) -> dict[str, Any]:
-        """The settings in which a further run of the folder must agree."""
+        """The settings that every further run of the folder must share."""
         prompts = None if self.prompts is None else sha256(self.prompts.read_bytes()).hexdigest()
         return {
             "target": self.target,
@@ -86,17 +87,14 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a run is. completed, total: in the unit, "tokens" of texts or "steps"; latest: the newest judgement.
-
-    seconds_left: until the whole run ends, at most.
-    """
+    """Progress of a run."""
 
     doing: str
-    completed: int
+    completed: int  # of `total`, in `unit`
     total: int
-    unit: str
-    seconds_left: float
-    latest: dict[str, Any] | None = None
+    unit: str  # "tokens" of texts, or "steps"
+    seconds_left: float  # until the whole run ends, at most
+    latest: dict[str, Any] | None = None  # the newest judgement
 
 
 Show = Callable[[TrainingProgress], None]
@@ -111,7 +109,7 @@ class TrainingJob:
     _sources: Sequence[Any] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        """Refuse what can be refused before a model is loaded."""
+        """Check everything that can be checked before a model is loaded."""
         settings = self.settings
         if settings.prompts is not None:
             self._sources = read_sources(settings.prompts)
@@ -123,12 +121,12 @@ class TrainingJob:
                 pass  # fails if another process is training there
 
     def make_folder(self) -> None:
-        """Make the folder, as `run` does; called before a model is loaded, it fails early."""
+        """Make the folder; called before a model is loaded, so that it fails early."""
         with self._errors_with_saved():
             self.settings.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, decoder: SpeculativeDecoder) -> dict[str, Any]:
-        """Train with the target of this decoder; returns the last judgement, and where the head is."""
+        """Train with the target of this decoder; returns the last judgement and the place of the head."""
         settings, folder = self.settings, self.settings.folder
         frozen = FrozenTarget(decoder.target)
         frozen.read(torch.zeros(1, 2, dtype=torch.int64, device=frozen.device))  # refuses without hidden states
@@ -142,8 +140,8 @@ class TrainingJob:
             learned, held = split(texts, HELD_TOKENS)
             if not learned:
                 raise UsageError(
-                    f"--hours {settings.hours:g} and --tokens {settings.num_tokens} are enough for {len(texts)} texts; "
-                    "allowed: enough for two or more"
+                    f"--hours {settings.hours:g} and --tokens {settings.num_tokens} suffice for "
+                    f"{counted(len(texts), 'text')}; allowed: enough for two or more"
                 )
             decoder.forget()  # the KV cache will be overwritten
             judging = batches(held, frozen.device)
@@ -161,8 +159,8 @@ class TrainingJob:
             self._train(decoder, run, judging)
             if not state.step:
                 raise UsageError(
-                    f"--hours {settings.hours:g} ended before the first training step; allowed: more hours, for which "
-                    "the same command continues"
+                    f"--hours {settings.hours:g} ended before the first training step; allowed: more hours (the same "
+                    "command continues)"
                 )
             is_over = state.step >= self._num_steps(frozen, state.num_tokens) and not self._lacks_texts(texts)
             facts = {"steps": state.step, "new_steps": state.step - step_before, "finished": is_over}
@@ -170,33 +168,33 @@ class TrainingJob:
 
     @property
     def saved(self) -> str:
-        """What the folder holds, for messages."""
+        """The content of the folder, for messages."""
         folder = self.settings.folder
         if (state := State.read(folder)) is not None:
             return f"{folder / STATE} holds step {state.step}"
         if texts := read_texts(folder):
             return f"{folder / FILE} holds {num_tokens_of(texts)} tokens of texts"
-        return "nothing was kept yet"
+        return "nothing was saved yet"
 
     def _texts(self, decoder: SpeculativeDecoder, state: State | None) -> list[MadeText]:
-        """The texts that this run trains with; where there is more time than before, further ones are made."""
+        """The texts that this run trains with; more are made if there is more time than before."""
         if state is None:
             return self._make_texts(decoder)
         texts = read_texts(self.settings.folder)
         if len(texts) < state.num_texts:
             raise SlipstreamError(
-                f"{str(self.settings.folder / FILE)!r} holds {len(texts)} texts; allowed: the {state.num_texts} that "
-                "the training began with, or another folder"
+                f"{str(self.settings.folder / FILE)!r} holds {len(texts)} texts; allowed: the {state.num_texts} with "
+                "which training began, or another folder"
             )
         return self._make_texts(decoder) if self._max_seconds > state.max_seconds else texts[: state.num_texts]
 
     def _lacks_texts(self, texts: Sequence[MadeText]) -> bool:
-        """Whether a run with more time would make further texts, and train on them."""
+        """True if a run with more time would make more texts and train on them."""
         is_made = not self._sources or any(source.prompt is not None for source in self._sources)
         return is_made and self.settings.num_steps is None and num_tokens_of(texts) < self.settings.num_tokens
 
     def _num_steps(self, frozen: FrozenTarget, num_tokens: int) -> int:
-        """Steps in all, unless the time ends them sooner."""
+        """Number of steps, unless time runs out sooner."""
         passes = ceil(PASSES * num_tokens / tokens_of_step(frozen.device)[0])
         return self.settings.num_steps or max(FEWEST_STEPS, passes)
 
@@ -295,8 +293,9 @@ class TrainingJob:
         return 3600 * self.settings.hours
 
     def _check_settings(self, more: dict[str, Any]) -> None:
-        """Refuse settings other than those of earlier runs of the folder; the first run writes its own."""
-        path, shared = self.settings.folder / SETTINGS, self.settings.shared() | more
+        """Refuse settings that differ from those of earlier runs of the folder; the first run writes its own."""
+        path = self.settings.folder / SETTINGS
+        shared = self.settings.shared() | more
         if path.exists():
             self._compare(path, shared)
             return
@@ -311,20 +310,19 @@ class TrainingJob:
             raise SlipstreamError(f"{str(path)!r} could not be read: {one_line(error)}") from error
         if different == FINGERPRINT:
             raise UsageError(
-                f"--out {str(path.parent)!r} holds a training for another target, whose fingerprint is "
-                f"{stored[different]!r}; {self.settings.target!r} is {shared[different]!r} now, because its weights, "
-                "tokenizer, chat template or device, PyTorch or Slipstream were changed; allowed: the target as it "
-                "was, or another folder"
+                f"--out {str(path.parent)!r} was trained for a target with fingerprint {stored[different]!r}; that of "
+                f"{self.settings.target!r} is now {shared[different]!r}, because its weights, tokenizer, chat template "
+                "or device, PyTorch or Slipstream changed; allowed: the target as it was, or another folder"
             )
         if different is not None:
             raise UsageError(
-                f"--out {str(path.parent)!r} holds a training with {different}={stored[different]!r}, this one has "
+                f"--out {str(path.parent)!r} was trained with {different}={stored[different]!r}, not "
                 f"{shared[different]!r}; allowed: the same, or another folder"
             )
 
     @contextmanager
     def _errors_with_saved(self) -> Iterator[None]:
-        """Add what the folder holds to the errors of the block."""
+        """Add the content of the folder to errors in the block."""
         try:
             yield
         except UsageError:
@@ -341,7 +339,7 @@ def _lock(folder: Path) -> Iterator[None]:
     """Keep other processes from training in the folder."""
     lock = locked(folder / LOCK)
     if lock is None:
-        raise UsageError(f"--out {str(folder)!r} is in use by another training; allowed: another folder")
+        raise UsageError(f"--out {str(folder)!r} is in use by another process that trains; allowed: another folder")
     try:
         yield
     finally:
@@ -349,20 +347,20 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def num_tokens_of(texts: Sequence[MadeText]) -> int:
-    """How many tokens these texts have together."""
+    """Number of tokens of all these texts."""
     return sum(len(text.ids) for text in texts)
 
 
 def name_for_others(target: str) -> str:
-    """The name by which other programs find a target: its hub id, or the whole path of its folder."""
+    """The name by which other programs find a target: its hub id, or the absolute path of its folder."""
     place = resolve(target)
     return str(Path(place).resolve()) if Path(place).is_dir() else place
 
 
 def draft_vocabulary(learned: Sequence[MadeText], held: Sequence[MadeText], vocab_size: int) -> torch.Tensor:
-    """Ids of the most frequent tokens, ascending: the fewest of `SIZES` that cover enough of the held-out texts.
+    """Ids of the most frequent tokens, ascending: the smallest of `SIZES` that covers the held-out texts well.
 
-    Enough is the share COVERED of what all tokens of the learned texts cover: no size covers what those texts lack.
+    Well means at least COVERED of the share that all tokens of the learned texts cover.
     """
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for text in learned:
@@ -373,7 +371,8 @@ def draft_vocabulary(learned: Sequence[MadeText], held: Sequence[MadeText], voca
     def covered(size: int) -> float:
         return float(torch.isin(held_ids, order[:size]).float().mean())
 
-    sizes, needed = [min(size, vocab_size) for size in SIZES], COVERED * covered(int((counts > 0).sum()))
+    sizes = [min(size, vocab_size) for size in SIZES]
+    needed = COVERED * covered(int((counts > 0).sum()))
     size = next((size for size in sizes if covered(size) >= needed), sizes[-1])
     return order[:size].sort().values
 

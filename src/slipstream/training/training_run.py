@@ -1,7 +1,7 @@
-"""Runs the steps of a training and keeps their state, so that a run that was killed continues to the same bits.
+"""Runs training steps and saves their state, so that a killed run continues to the same bits.
 
-The texts of a step follow from (seed, step), and its learning rate from the step and the number of planned steps. All
-else is in the state: weights, optimisers, step. It is written whole or not at all.
+The texts of a step follow from (seed, step), and its learning rate from the step and the number of planned steps.
+Everything else is in the state: weights, optimizers, step. It is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -29,35 +29,31 @@ WARM_UP = 10  # steps
 FALLING = 0.7  # share of the steps, at the end, over which learning rates fall to 0
 PASSES = 10  # over the texts, where neither time nor a number of steps ends them sooner
 FEWEST_STEPS = 200
-JUDGED = 8  # times in a run, besides before the first step
-TIMED = 4  # steps after which the time of one is known
-SAVE_SECONDS, SAVE_SHARE = 60.0, 0.05  # least time between two states, and largest share of the time to write them
+JUDGED = 8  # judgements in a run, besides the one before the first step
+TIMED = 4  # steps after which a step's time is known
+SAVE_SECONDS, SAVE_SHARE = 60.0, 0.05  # least time between two saves, and largest share of time spent on them
 
 
 def tokens_of_step(device: torch.device) -> tuple[int, int]:
-    """How many tokens one step learns from, and how many of them are in memory at a time."""
+    """Number of tokens that one step learns from, and how many of them are in memory at a time."""
     return (2048, 1024) if device.type == "cpu" else (16384, 4096)
 
 
 @dataclass
 class State:
-    """What a run continues from.
-
-    planned: steps in all, as many as end within max_seconds; num_texts: how many of the folder's texts it trains with;
-    num_tokens: tokens of the texts that are learned. seconds: of all runs so far; judgements: of the head, by step,
-    with the loss since the one before.
-    """
+    """The state from which a run continues."""
 
     step: int
-    planned: int
+    planned: int  # steps in all, as many as end within max_seconds
     max_seconds: float
-    num_texts: int
-    num_tokens: int
-    seconds: float
+    num_texts: int  # texts of the folder that the run trains with
+    num_tokens: int  # tokens of the texts that are learned
+    seconds: float  # of all runs so far
     weights: dict[str, Tensor]
     feature_size: Tensor
     token_ids: Tensor
     optimisers: list[dict[str, Any]] = field(default_factory=list)
+    # of the head, by step, with the loss since the one before
     judgements: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # since the last judgement
 
@@ -86,10 +82,10 @@ Judge = Callable[[TrainableHead, State], Judgement]
 
 
 class TrainingRun:
-    """Trains a head on texts, from a state on.
+    """Trains a head on texts, starting from a state.
 
-    The state's max_seconds limit all runs together, the last judgement included; a step that would exceed them is left
-    out.
+    The state's max_seconds limit all runs together, the last judgement included; a step that would exceed them is
+    skipped.
     """
 
     def __init__(self, folder: Path, head: TrainableHead, texts: Sequence[MadeText], state: State, seed: int) -> None:
@@ -97,12 +93,12 @@ class TrainingRun:
         self._folder, self._texts, self._seed, self._max_seconds = folder, texts, seed, state.max_seconds
         self._device = head.target.device
         matrices, others = _matrices_and_others(head)
-        self._optimisers: list[tuple[torch.optim.Optimizer, float]] = [
+        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = [
             (torch.optim.Muon(matrices, lr=RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), RATE),
             (torch.optim.AdamW(others, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0), OTHERS_RATE),
         ]
-        for (optimiser, _), saved in zip(self._optimisers, state.optimisers, strict=False):
-            optimiser.load_state_dict(saved)
+        for (optimizer, _), saved in zip(self._optimizers, state.optimisers, strict=False):
+            optimizer.load_state_dict(saved)
         self._seconds_before, self._began_at, self._saved_at = state.seconds, monotonic(), monotonic()
         self._save_seconds, self._judge_seconds = 0.0, 0.0  # of the last save and the last judgement
         self._num_timed, self._timed_seconds = 0, 0.0  # steps of this run, and their seconds
@@ -135,7 +131,8 @@ class TrainingRun:
             loss = self._step()
             if loss is None:
                 break
-            self._num_timed, self._timed_seconds = self._num_timed + 1, self._timed_seconds + monotonic() - begun
+            self._num_timed += 1
+            self._timed_seconds += monotonic() - begun
             state.losses.append(loss)
             state.step += 1
             self._shorten()
@@ -151,10 +148,10 @@ class TrainingRun:
             yield state
 
     def save(self) -> None:
-        """Write the state, from which another run continues."""
+        """Save the state, from which another run continues."""
         begun, state = monotonic(), self.state
         state.weights = {name: weight.detach() for name, weight in self.head.weights.items()}
-        state.optimisers = [optimiser.state_dict() for optimiser, _ in self._optimisers]
+        state.optimisers = [optimizer.state_dict() for optimizer, _ in self._optimizers]
         state.seconds = self.seconds
         state.save(self._folder)
         self._saved_at = monotonic()
@@ -172,12 +169,12 @@ class TrainingRun:
         self.save()
 
     def _is_due(self) -> bool:
-        """Whether the head is judged after this step."""
+        """True if the head is judged after this step."""
         step, planned = self.state.step, self.state.planned
         return step == planned or step * JUDGED // planned > (step - 1) * JUDGED // planned
 
     def _shorten(self) -> None:
-        """Plan fewer steps where there is no time for all, after the first steps and whenever the head was judged."""
+        """Plan fewer steps if time is short; checked after the first steps and after every judgement."""
         state, is_due = self.state, self._is_due()
         step_seconds = self._timed_seconds / self._num_timed
         remaining = self._max_seconds - self.seconds - self._judge_seconds * is_due
@@ -188,20 +185,21 @@ class TrainingRun:
             state.planned = max(state.step, min(state.planned, state.step + int(training / step_seconds)))
 
     def _step(self) -> float | None:
-        """Learn from the texts of this step; the mean loss of a token, or None if the time ended before the step."""
+        """Learn from the texts of this step; the mean loss per token, or None if time ran out before the step."""
         step, planned = self.state.step, self.state.planned
         share = min(1.0, (step + 1) / WARM_UP, (1 - step / planned) / FALLING)
         total, count = 0.0, 0
-        for optimiser, rate in self._optimisers:
-            optimiser.zero_grad(set_to_none=True)
-            for group in optimiser.param_groups:
+        for optimizer, rate in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+            for group in optimizer.param_groups:
                 group["lr"] = rate * share
         for batch in batches(self._chosen(step), self._device):
             if self._max_seconds - self.seconds < self._judge_seconds:
                 return None
             loss, counted = self.head.loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
-            total, count = total + float(loss.detach()), count + counted
+            total += float(loss.detach())
+            count += counted
         if not total < float("inf"):
             raise SlipstreamError(
                 f"the loss is {total} at step {step + 1}; continue from the saved state, or train on other texts"
@@ -210,12 +208,14 @@ class TrainingRun:
             if weight.grad is not None:
                 weight.grad /= count
         nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-        for optimiser, _ in self._optimisers:
-            optimiser.step()
+        for optimizer, _ in self._optimizers:
+            optimizer.step()
         return total / count
 
     def _chosen(self, step: int) -> list[MadeText]:
-        dice, chosen, count = Random(f"{self._seed} {step}"), list[MadeText](), 0
+        dice = Random(f"{self._seed} {step}")
+        chosen = list[MadeText]()
+        count = 0
         while count < tokens_of_step(self._device)[0]:
             chosen.append(self._texts[dice.randrange(len(self._texts))])
             count += len(chosen[-1].ids)
@@ -223,14 +223,14 @@ class TrainingRun:
 
 
 def batches(texts: Sequence[MadeText], device: torch.device) -> list[Batch]:
-    """Batches of texts of similar length, each as large as fits in memory at a time."""
+    """Batches of texts of similar length, each as large as memory allows at a time."""
     groups: list[list[MadeText]] = []
     for text in sorted(texts, key=lambda text: (-len(text.ids), text.number)):
         if groups and (len(groups[-1]) + 1) * len(groups[-1][0].ids) <= tokens_of_step(device)[1]:
             groups[-1].append(text)
         else:
             groups.append([text])
-    return [Batch.of([(text.ids, text.start) for text in group], device) for group in groups]
+    return [Batch.padded([(text.ids, text.start) for text in group], device) for group in groups]
 
 
 def _matrices_and_others(head: TrainableHead) -> tuple[list[Tensor], list[Tensor]]:

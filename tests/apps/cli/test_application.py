@@ -316,7 +316,7 @@ def test_the_demo_shows_every_prompt_side_by_side_and_a_next_step(capsys, monkey
     file = tmp_path / "demo.json"
     arguments = ("demo", "--max-tokens", "90", "--repeats", "1", "--json", str(file))
     code, out, err = run(capsys, monkeypatch, *arguments)
-    assert code == 0 and "the text stays the same" in " ".join(err.split())
+    assert code == 0 and "the output stays the same" in " ".join(err.split())
     assert [line[:4] for line in out.splitlines() if re.match(r"\d/\d ", line)] == [f"{n}/4 " for n in (1, 2, 3, 4)]
     captions = re.findall(r"\d\.\d\dx \((?:as fast|within noise|faster|slower)\): ", out)
     assert len(captions) == 4 and "4 of 4 texts identical to plain decoding" in " ".join(out.split())

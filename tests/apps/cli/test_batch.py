@@ -146,7 +146,7 @@ def test_failed_lines_are_reported_with_exit_code_1(
         (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is IN and OUT; allowed: two files"),
         (("in.jsonl", "letter"), "error: 'letter', line 1: not a line of a job's output; allowed: a new file"),
         (("in.jsonl", "out.jsonl", "--seed", "1"), "error: no such option: --seed"),
-        (("openai.jsonl", "out.jsonl", "--top-k", "3"), "error: line 1 has OpenAI's format, whose requests bring"),
+        (("openai.jsonl", "out.jsonl", "--top-k", "3"), "error: line 1 is in OpenAI's format, whose requests bring"),
         (("in.jsonl",), "error: Missing argument 'OUT'."),
     ],
 )

@@ -168,7 +168,7 @@ def test_flags_override_the_options_of_a_plan(capsys, monkeypatch, tmp_path: Pat
 
 WRONG_PLANS = [
     ('{"limits": 3}', "has the unknown key 'limits'; allowed: acceptance, activations, arms, at_once, bad_words"),
-    ('{"repeats": null}', "repeats=None; allowed: text, a number, true or false"),
+    ('{"repeats": null}', "repeats=None; allowed: a string, a number, true or false"),
     ('{"repeats": 1.5}', "--repeats '1.5'; allowed: a whole number"),
     ('{"plan": "x.json"}', "has the unknown key 'plan'"),
     ("[1]", "is not an object"),
@@ -202,8 +202,8 @@ WRONG_USE = [
     (("--arms", "magic"), "drafter='magic'; allowed: auto, cross_vocabulary, hybrid, layer_skip, model, ngram"),
     (("--arms", "none,none"), "arm 'none' is given twice"),
     (("--arms", f"model@{MAX_DRAFT_TOKENS + 1}"), "draft length 65"),
-    (("--arms", "none,hf"), "arm 'hf' needs a Hugging Face model; target 'toy' is none"),
-    (("--arms", "none", "--drafter", "ngram"), "--drafter ngram beside --arms"),
+    (("--arms", "none,hf"), "arm 'hf' needs a Hugging Face model; target 'toy' is not one"),
+    (("--arms", "none", "--drafter", "ngram"), "--drafter ngram with --arms"),
     (("--arms", "none,hf-lookup", "--batch-sizes", "2"), "'hf-lookup' decodes one prompt at a time"),
     (("--reference", "hf"), "reference 'hf' is not among the arms"),
     (("--batch-sizes", "one"), "--batch-sizes 'one'; allowed"),

@@ -63,7 +63,7 @@ def test_colours_are_explained_only_where_they_are_shown(
     decoder, written = SpeculativeDecoder("toy", drafter=drafter), io.StringIO()
     comparisons = list(compare(decoder, ["a fish, a fish, a fish,"], SamplingParams(max_tokens=8)))
     print_legend(Stream(file=written, color_system=colours, no_color=no_color, force_terminal=True), comparisons)
-    assert ("Colours: " in written.getvalue()) == shown
+    assert ("Colors: " in written.getvalue()) == shown
 
 
 def test_only_terminals_get_tables_padded_with_blanks() -> None:

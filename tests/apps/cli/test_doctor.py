@@ -33,7 +33,7 @@ def test_doctor_reports_versions_kernels_devices_and_caches(
 ) -> None:
     monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=2.0", "no-such-package; extra == 'all'"])
     code, out, report = diagnosis(capsys, monkeypatch, tmp_path)
-    assert code == 0 and "passed: the toy model writes the same tokens" in out
+    assert code == 0 and "passed: the toy model generates the same tokens" in out
     subjects = [fact["subject"] for fact in report["facts"]]
     assert {"slipstream", "python", "packages", "processor", "bfloat16 kernels", "device", "cache"} <= set(subjects)
     assert f"torch {TORCH}" in out

@@ -44,7 +44,7 @@ def refused(capsys, monkeypatch, *arguments: str) -> str:
         (("--stop", BYTES), "allowed: non-empty strings of valid Unicode"),
         (("--bad-words", BYTES), "allowed: non-empty strings of valid Unicode"),
         (("--system", "Be brief."), "'toy' lacks"),
-        (("--system", "Be brief.", "--raw"), "--system beside --raw"),
+        (("--system", "Be brief.", "--raw"), "--system with --raw"),
         (("-p", "-", "-p", "-"), "prompt - is given twice"),
         (("--drafter", "none", "--num-draft-tokens", "4"), "num_draft_tokens=4 with drafter='none'"),
     ],
@@ -59,8 +59,8 @@ def test_a_refusal_repeats_the_value(capsys, monkeypatch, arguments: tuple[str, 
         (("sweep", "--lengths", "8-0"), "--lengths '8-0': the range 8-0 is empty"),
         (("sweep", "--lengths", "0-2,5-4"), "the range 5-4 is empty"),
         (("verify", "--category", "stories"), "category 'stories' is not in the demonstration's prompts"),
-        (("generate", "-p", "A", "--category", "x"), "--category and --limit choose from a --prompt-file"),
-        (("generate", "-p", "A", "--limit", "2"), "--category and --limit choose from a --prompt-file"),
+        (("generate", "-p", "A", "--category", "x"), "--category and --limit select from a --prompt-file"),
+        (("generate", "-p", "A", "--limit", "2"), "--category and --limit select from a --prompt-file"),
         (("generate", "-p", "A", "--num-draft-tokens=--5"), "num_draft_tokens='--5'"),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_closed_pipe_is_one_line(arguments: tuple[str, ...]) -> None:
         errors = process.stderr.read()
         code = process.wait()
     lines = [line for line in errors.splitlines() if line.startswith("error:")]
-    assert code == 1 and lines == ["error: standard output was closed before everything was written"]
+    assert code == 1 and lines == ["error: standard output was closed before all output was written"]
     assert "Traceback" not in errors and "Exception ignored" not in errors
 
 

@@ -99,7 +99,7 @@ def test_a_terminal_without_a_prompt_is_told_what_is_missing(capsys: Any, monkey
     typed(monkeypatch, "")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     code, _, err = run(capsys, monkeypatch, "generate", *TOY)
-    assert code == 2 and err.startswith("error: no prompt; allowed: a prompt as argument")
+    assert code == 2 and err.startswith("error: no prompt; allowed: a prompt as an argument")
 
 
 @pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])

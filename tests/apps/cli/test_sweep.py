@@ -90,7 +90,7 @@ def test_a_wrong_text_fails_the_command(capsys, monkeypatch, tmp_path: Path, pro
     monkeypatch.setattr(command, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
     arguments = (*SMALL, "--prompt-file", prompts, "--lengths", "3", "--out", str(tmp_path / "runs"))
     code, out, err = run(capsys, monkeypatch, *arguments)
-    assert code == 1 and "differ from plain decoding and are no ties" in err and "DIFFER" in out
+    assert code == 1 and "differ from plain decoding and are not ties" in err and "DIFFER" in out
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_a_wrong_text_fails_the_command(capsys, monkeypatch, tmp_path: Path, pro
         (("--temperatures", "-1"), "arm 'none~-1'; allowed: DRAFTER"),
         (("--temperature", "0.5"), "--temperature 0.5 names one temperature; allowed: --temperatures"),
         (("--num-draft-tokens", "3"), "--num-draft-tokens 3 names one length; allowed: --lengths"),
-        (("--drafter", "ngram", "--drafters", "ngram_table"), "--drafter ngram beside --drafters"),
-        (("--drafters", "none"), "none drafts nothing"),
+        (("--drafter", "ngram", "--drafters", "ngram_table"), "--drafter ngram with --drafters"),
+        (("--drafters", "none"), "`none` drafts nothing"),
         (("--drafters", "ngram,ngram"), "arm 'ngram@1~0' is given twice"),
         (("--drafters", "oracle"), "drafter"),
         (("--batch-size", "9"), "batch size 9; allowed: up to max_batch_size (8)"),

@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_created_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr(SpeculativeDecoder, "__init__", load)
     monkeypatch.setattr(Path, "mkdir", make)
     code, _, err = train(capsys, monkeypatch, target, tmp_path / "head")
-    assert (code, err) == (1, f"error: '{tmp_path / 'head'}': no space left on device; nothing was kept yet\n")
+    assert (code, err) == (1, f"error: '{tmp_path / 'head'}': no space left on device; nothing was saved yet\n")
 
 
 @pytest.mark.slow

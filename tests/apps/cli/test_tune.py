@@ -98,7 +98,7 @@ def test_the_names_of_the_written_files_are_broken_at_words_on_a_terminal(
 def test_a_small_budget_gives_unconfirmed_advice_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:
     monkeypatch.setattr(search, "Budget", lambda seconds: ticking(seconds, tick=1.0))
     code, out, err = run(capsys, monkeypatch, *small, "--budget", "48", "--draft", "toy:2", "--longest", "4")
-    assert code == 0 and "not confirmed: give --budget" in " ".join(out.split()), err
+    assert code == 0 and "not confirmed: use --budget" in " ".join(out.split()), err
     folder = tmp_path / "runs" / "t"
     (advice,) = json.loads((folder / "tune.json").read_text())["advice"]
     assert advice["needed_seconds"] > 48 and "use it: slipstream generate" in out
@@ -130,7 +130,7 @@ def test_a_drafter_with_wrong_texts_is_not_advised_and_fails_the_command(
     right, wrong = command.load_decoder, load_wrong_rule("first-mismatch-kept")
     monkeypatch.setattr(command, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
     code, out, err = run(capsys, monkeypatch, *small, "--draft", "toy:2")
-    assert code == 1 and "texts differ from plain decoding and are no ties" in err and "DIFFERENT" in out
+    assert code == 1 and "texts differ from plain decoding and are not ties" in err and "DIFFERENT" in out
     (advice,) = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["advice"]
     failed = [standing for standing in advice["others"] if standing["failed"]]
     assert failed and all("no ties" in standing["lost"] for standing in failed)
@@ -160,9 +160,9 @@ def test_an_interruption_says_what_is_saved(capsys, monkeypatch, tmp_path: Path,
     code, out, err = run(capsys, monkeypatch, *small)
     folder = tmp_path / "runs" / "t"
     assert code == 130 and out == "" and f"finished runs are saved in {folder / 'runs.jsonl'}" in err
-    assert "start anew with another --out" in err and read_records(folder)[1]
+    assert "start over with another --out" in err and read_records(folder)[1]
     code, _, err = run(capsys, monkeypatch, *small)
-    assert code == 2 and "holds runs already; allowed: another folder; to start anew: rm -r " in err
+    assert code == 2 and "already holds runs; allowed: another folder; to start over: rm -r " in err
 
 
 @pytest.fixture
@@ -176,9 +176,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     [
         (("--budget", "0"), "--budget 0; allowed: a number of seconds above 0"),
         (("--budget", "nan"), "--budget nan; allowed: a number of seconds above 0"),
-        (("--drafter", "ngram"), "--drafter ngram is what tune is to find"),
-        (("--num-draft-tokens", "3"), "--num-draft-tokens 3 is what tune is to find; allowed: --longest"),
-        (("--acceptance", "topk:2"), "--acceptance topk:2 changes the text; allowed: lossless rules"),
+        (("--drafter", "ngram"), "--drafter ngram; allowed: auto, as tune chooses the drafter"),
+        (("--num-draft-tokens", "3"), "--num-draft-tokens 3; allowed: auto with tune; see --longest"),
+        (("--acceptance", "topk:2"), "--acceptance topk:2 changes the output; allowed: lossless rules"),
         (("--batch-sizes", "1,x"), "--batch-sizes '1,x'; allowed: different whole numbers"),
         (("--batch-sizes", "1,1"), "--batch-sizes '1,1'; allowed: different whole numbers"),
         (("--batch-sizes", "9"), "batch size 9; allowed: up to max_batch_size (8)"),

@@ -280,7 +280,7 @@ def test_special_tokens_in_texts_are_refused_if_the_server_is_set_to() -> None:
             answer = server.http.post(path, json={"max_tokens": 1} | body)
             error = answer.json()["error"]
             assert answer.status_code == 400 and error["param"] == param, error
-            assert error["message"] == f"{param} has the special token '<eos>'; allowed: texts without special tokens"
+            assert error["message"] == f"{param} has the special token '<eos>'; allowed: strings without special tokens"
         for plain in (
             {"content": "hi <e o s>"},
             {"content": "hi \N{GREEK SMALL LETTER ALPHA}"},

@@ -76,28 +76,28 @@ def tool(**fields: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f"} | fields}]}
 
 
-NO_TEXT = "a text, or parts of one"
+NO_TEXT = "a string, or text parts"
 
 
 @subcases(
     "path, fields, param, why",
     [
-        (CHAT, {"stop": ["", "x"]}, "stop", "stop.0: an empty text; allowed: at least 1 character"),
+        (CHAT, {"stop": ["", "x"]}, "stop", "stop.0: an empty string; allowed: at least 1 character"),
         (CHAT, {"stop": ["x"] * 33}, "stop", "stop: a list; allowed: at most 32 items"),
-        (CHAT, {"stop": 5}, "stop", "stop=5; allowed: a text or a list"),
-        (CHAT, {"stop": ["x" * 300]}, "stop", "stop.0: a text; allowed: at most 256"),
-        (CHAT, said(content=["hi"]), "messages.0.content", "messages.0.content.0: a text; allowed: an object"),
+        (CHAT, {"stop": 5}, "stop", "stop=5; allowed: a string or a list"),
+        (CHAT, {"stop": ["x" * 300]}, "stop", "stop.0: a string; allowed: at most 256"),
+        (CHAT, said(content=["hi"]), "messages.0.content", "messages.0.content.0: a string; allowed: an object"),
         (
             CHAT,
             said(content=5),
             "messages.0.content",
-            "messages.0.content=5; allowed: a text or a list",
+            "messages.0.content=5; allowed: a string or a list",
         ),
         (
             CHAT,
             said(content={}),
             "messages.0.content",
-            "messages.0.content: an empty object; allowed: a text or a list",
+            "messages.0.content: an empty object; allowed: a string or a list",
         ),
         (CHAT, said(content=[{"text": "x"}]), "messages.0.content.0.type", "messages.0.content.0.type is missing"),
         (CHAT, said(content=[{"type": "text"}]), "messages.0.content.0", "messages.0.content.0 has no text"),
@@ -113,7 +113,7 @@ NO_TEXT = "a text, or parts of one"
             "tool_choice.type=\"allowed_tools\"; allowed: 'function'",
         ),
         (CHAT, {"response_format": {"type": ""}}, "response_format.type", 'response_format.type=""; allowed: '),
-        (CHAT, {"prediction": "x"}, "prediction", "prediction: a text; allowed: an object"),
+        (CHAT, {"prediction": "x"}, "prediction", "prediction: a string; allowed: an object"),
         (
             CHAT,
             {"seed": 1 << 63},
@@ -130,9 +130,9 @@ NO_TEXT = "a text, or parts of one"
         (CHAT, {"best_of": "2"}, "best_of", 'best_of="2"; allowed: a whole number'),
         (CHAT, {"logit_bias": {"5": "x"}}, "logit_bias.5", '.5="x"; allowed: a number from -10000 to 10000'),
         (CHAT, {"stream": "yes"}, "stream", 'stream="yes"; allowed: true or false'),
-        (CHAT, {"messages": None, "mesages": HI}, "messages", "messages is missing; is 'mesages' meant for it?"),
+        (CHAT, {"messages": None, "mesages": HI}, "messages", "messages is missing; did you misspell it as 'mesages'?"),
         (TEXT, {"prompt": [5, -3]}, "prompt", "prompt.1=-3; allowed: 0 or more"),
-        (TEXT, {"prompt": {}}, "prompt", "prompt: an empty object; allowed: a text, a list of texts"),
+        (TEXT, {"prompt": {}}, "prompt", "prompt: an empty object; allowed: a string, a list of strings"),
         (TEXT, {"prompt": [[5], [999]]}, "prompt", "prompt 1: token id 999; allowed: 0 to 256"),
         (TEXT, {"logit_bias": {"999": 1}}, "logit_bias", "logit_bias: token id 999"),
         (TEXT, {"stop_token_ids": [999]}, "stop_token_ids", "stop_token_ids: token id 999"),
@@ -146,10 +146,10 @@ NO_TEXT = "a text, or parts of one"
         (TEXT, {"structured_outputs": {"choice": ["ab"]}, "bad_words": ["a"]}, "bad_words", "the constraint and the o"),
         # fields of the other endpoint, of other programs and of older APIs, which would change the answer
         (TEXT, {"max_completion_tokens": 5}, "max_completion_tokens", "on /v1/chat/completions, here it is max_tokens"),
-        (TEXT, {"tools": [{}]}, "tools", "tools is no field of this address; allowed: on /v1/chat/completions"),
+        (TEXT, {"tools": [{}]}, "tools", "tools is not a field of this endpoint; allowed: on /v1/chat/completions"),
         (TEXT, {"reasoning_effort": "low"}, "reasoning_effort", "allowed: on /v1/chat/completions"),
-        (CHAT, {"echo": True}, "echo", "echo is no field of this address; allowed: on /v1/completions"),
-        (CHAT, {"prompt": "x"}, "prompt", "prompt is no field of this address; allowed: on /v1/completions"),
+        (CHAT, {"echo": True}, "echo", "echo is not a field of this endpoint; allowed: on /v1/completions"),
+        (CHAT, {"prompt": "x"}, "prompt", "prompt is not a field of this endpoint; allowed: on /v1/completions"),
         (CHAT, {"grammar": "start: x"}, "grammar", "asked for with response_format or structured_outputs"),
         (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "JSON is written without whitespace"),
         (CHAT, {"thinking": {"type": "enabled"}}, "thinking", "reasoning_effort or chat_template_kwargs"),
@@ -178,13 +178,18 @@ NO_TEXT = "a text, or parts of one"
         ),
         (
             *(CHAT, {"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}),
-            *("response_format.json_schema", "; is 'shema' meant for it?"),
+            *("response_format.json_schema", "; did you misspell it as 'shema'?"),
         ),
         (
             *(CHAT, {"structured_outputs": {"regex": 5}}),
-            *("structured_outputs.regex", "structured_outputs.regex=5; allowed: a text"),
+            *("structured_outputs.regex", "structured_outputs.regex=5; allowed: a string"),
         ),
-        (CHAT, {"structured_outputs": {"json": 5}}, "structured_outputs.json", "json=5; allowed: an object or a text"),
+        (
+            CHAT,
+            {"structured_outputs": {"json": 5}},
+            "structured_outputs.json",
+            "json=5; allowed: an object or a string",
+        ),
         (
             CHAT,
             {"structured_outputs": {"json_schema": {}}},
@@ -198,8 +203,18 @@ NO_TEXT = "a text, or parts of one"
             "structured_outputs: nothing; allowed: one",
         ),
         (CHAT, {"tools": [{}]}, "tools.0.function", "tools.0.function is missing; allowed: an object with a name"),
-        (CHAT, {"tools": [{"function": "f"}]}, "tools.0.function", "tools.0.function: a text; allowed: an object with"),
-        (CHAT, tool(description=5), "tools.0.function.description", "tools.0.function.description=5; allowed: a text"),
+        (
+            CHAT,
+            {"tools": [{"function": "f"}]},
+            "tools.0.function",
+            "tools.0.function: a string; allowed: an object with",
+        ),
+        (
+            CHAT,
+            tool(description=5),
+            "tools.0.function.description",
+            "tools.0.function.description=5; allowed: a string",
+        ),
         (
             CHAT,
             tool(parameters=[]),
@@ -209,13 +224,13 @@ NO_TEXT = "a text, or parts of one"
         (CHAT, tool(parameters={"properties": 5}), "tools.0.function.parameters", ".properties=5; allowed: an object"),
         (
             *(CHAT, tool(parameters={"properties": {"a": "x"}})),
-            *("tools.0.function.parameters", ".parameters.properties.a: a text; allowed: a JSON schema"),
+            *("tools.0.function.parameters", ".parameters.properties.a: a string; allowed: a JSON schema"),
         ),
         (CHAT, tool(description=LONE), "tools.0", "tools.0 has a lone surrogate; allowed: valid Unicode"),
         ("/tokenize", {}, "prompt", "prompt and messages are missing; allowed: one of them"),
-        ("/tokenize", {"prompt": "x", "messages": HI}, "prompt", "prompt beside messages; allowed: one of them"),
+        ("/tokenize", {"prompt": "x", "messages": HI}, "prompt", "prompt with messages; allowed: one of them"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model", "model 'other' is not served here"),
-        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools", "tools beside prompt; allowed: beside messages"),
+        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools", "tools with prompt; allowed: with messages"),
         ("/tokenize", {"messages": HI, "chat_template": "x"}, "chat_template", "templates from requests are not run"),
         (
             "/tokenize",
@@ -224,7 +239,7 @@ NO_TEXT = "a text, or parts of one"
             "no chat t",
         ),
         ("/detokenize", {"tokens": [97], "model": "other"}, "model", "model 'other' is not served here"),
-        ("/tokenize", {"prompt": ["a", "b"]}, "prompt", "prompt: a list; allowed: a text"),
+        ("/tokenize", {"prompt": ["a", "b"]}, "prompt", "prompt: a list; allowed: a string"),
         (
             TEXT,
             {"logit_bias": {"1": 1, "01": 2}},
@@ -266,7 +281,7 @@ NO_TEXT = "a text, or parts of one"
         ),
         # suggestions for misspelt names
         (CHAT, said(role="usr"), "messages.0.role", "'tool' or 'function'; did you mean 'user'?"),
-        (CHAT, said(content=None, contents="hi"), "messages.0.content", "is null; is 'contents' meant for it?"),
+        (CHAT, said(content=None, contents="hi"), "messages.0.content", "is null; did you misspell it as 'contents'?"),
         (CHAT, {"tool_choice": "requird"}, "tool_choice", "did you mean 'required'?"),
         (CHAT, {"response_format": {"type": "json_shema"}}, "response_format.type", "did you mean 'json_schema'?"),
         (CHAT, {"tools": [{"type": "functon"}]}, "tools.0.type", "allowed: 'function'; did you mean 'function'?"),

@@ -144,7 +144,7 @@ def test_every_key_of_the_file_is_accepted(server: RunningServer, key: str) -> N
 def test_a_key_sent_with_its_name_is_told_to_leave_it_out_whether_or_not_it_is_right(server: RunningServer) -> None:
     answers = {server.http.get("/v1/models", headers=bearer(key)).text for key in (f"ann:{KEY}", f"ann:{OTHER}", "x:y")}
     (answer,) = answers
-    assert "(of NAME:KEY, only what follows the colon)" in answer
+    assert "(of NAME:KEY, only the part after the colon)" in answer
 
 
 @subcases("key", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])

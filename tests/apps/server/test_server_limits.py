@@ -159,7 +159,7 @@ class SlowTokenizer(ToyTokenizer):
 def test_too_many_prompts_are_refused_before_any_is_tokenised() -> None:
     tokenizer = SlowTokenizer()
     fields = CompletionFields(prompt=["a"] * 65, n=2)
-    with pytest.raises(ApiError, match="65 prompts with n=2; allowed: at most 128 texts"):
+    with pytest.raises(ApiError, match="65 prompts with n=2; allowed: at most 128 outputs"):
         rendered_prompts(fields, tokenizer)
     assert tokenizer.texts == 0
 

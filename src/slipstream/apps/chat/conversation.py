@@ -1,6 +1,6 @@
 """A conversation: its turns, settings and answers, and reports about it. Knows no terminal and no slash command.
 
-Every prompt is made anew from all turns, by the chat template or, for a model without one, as running text. The
+Every prompt is made again from all turns, by the chat template or, for a model without one, as running text. The
 decoder's session compares the prompt with its cache, token by token, and reads only what is new.
 """
 
@@ -27,44 +27,39 @@ from slipstream.text.round_view import round_lines, time_split
 
 
 class ChatDisplay(Protocol):
-    """The display a conversation writes to; that of the terminal is in `slipstream.apps.cli.chat`."""
+    """The display that a conversation writes to; for the terminal, see `slipstream.apps.cli.chat`."""
 
     def token(self, text: str) -> None:
-        """A part of the answer as it comes; the last one ends the line."""
+        """Show a part of the answer; the last one ends the line."""
 
     def show(self, line: str | Text) -> None:
-        """What the user asked to see."""
+        """Show information that the user requested."""
 
     def show_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Names and what they mean, as the list of commands."""
+        """Show names and explanations, such as the list of commands."""
 
     def remark(self, line: str) -> None:
-        """A remark beside the answers."""
+        """Show a remark next to the answers."""
 
     def error(self, line: str) -> None:
-        """Why something was not done."""
+        """Show the reason why something was not done."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A question, its answer, and how the answer came about.
-
-    params: as used, with the seed that was chosen. prefilled: prompt tokens that the target had to read, since its KV
-    cache lacked them; the last few of a prompt are read together with the first draft and not counted. coupled: every
-    token was the target's own draw.
-    """
+    """A question, its answer, and how the answer was generated."""
 
     user: str
     answer: str
     target: str
     drafter: str
     prompt_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams  # with the seed that was drawn
     rounds: list[Round]
     finish_reason: FinishReason | Literal["interrupted"]
-    prefilled: int
+    prefilled: int  # prompt tokens missing from the target's KV cache, without the few read with the first draft
     lossless: bool
-    coupled: bool
+    coupled: bool  # every token was the target's own draw
 
     @property
     def token_ids(self) -> list[int]:
@@ -76,41 +71,36 @@ class Turn:
 
     @property
     def summary(self) -> str:
-        """One line: tokens, speed, drafter, acceptance, end."""
+        """One line: tokens, speed, drafter, acceptance, reason for the end."""
         return f"{statistics_line(self.stats, self.drafter)}, ended by {self.finish_reason}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the rounds, for JSON."""
+        """Everything except the rounds, for JSON."""
         kept = ("user", "answer", "target", "drafter", "finish_reason", "token_ids", "prefilled")
         counts = {"prompt_tokens": len(self.prompt_ids), "params": self.params.to_dict(), "stats": self.stats.to_dict()}
         return {name: getattr(self, name) for name in kept} | counts
 
 
 def shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
-    """The options with another `max_tokens`, and no more `min_tokens` than that."""
+    """The options with another `max_tokens`, and `min_tokens` not above it."""
     return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
 
 
 @dataclass
 class Chat:
-    """A conversation with a decoder.
-
-    answer_start: the first words of every answer, which the model continues. template_kwargs: variables that the chat
-    template reads. speculative: False answers by plain decoding. cache: False empties the cache before every answer.
-    debug: show the rounds after every answer. closed: the user wants to leave.
-    """
+    """A conversation with a decoder."""
 
     decoder: SpeculativeDecoder
     display: ChatDisplay
     params: SamplingParams = field(default_factory=SamplingParams)
     system: str = ""
-    answer_start: str = ""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    speculative: bool = True
-    cache: bool = True
-    debug: bool = False
+    answer_start: str = ""  # first words of every answer, which the model continues
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables that the chat template reads
+    speculative: bool = True  # False: plain decoding
+    cache: bool = True  # False: empty the cache before every answer
+    debug: bool = False  # show the rounds after every answer
     turns: list[Turn] = field(default_factory=list)
-    closed: bool = False
+    closed: bool = False  # the user wants to leave
     _target_without_template: str | None = None  # the target whose lack of a chat template has been mentioned
 
     def __post_init__(self) -> None:
@@ -154,7 +144,7 @@ class Chat:
         return self.decoder.encode("\n".join([*texts, text]), chat=False)
 
     def ask(self, text: str) -> Turn | None:
-        """Answer `text`, piece by piece. What came of an interrupted answer is kept; None if nothing came."""
+        """Answer `text`, piece by piece, and keep what an interrupted answer has; None if it has nothing."""
         decoder, ids = self.active, self.encode(text)
         params = self._fitting(len(ids))
         if not self.cache:
@@ -186,7 +176,9 @@ class Chat:
             coupled=decoder.coupled,
         )
         self.turns.append(turn)
-        self._report(turn)
+        if self.debug:
+            self.display.show(round_lines(turn.rounds, decoder.tokenizer))
+        self.display.remark(turn.summary)
         return turn
 
     def _fitting(self, prompt_length: int) -> SamplingParams:
@@ -203,13 +195,8 @@ class Chat:
         prediction = self.params.prediction if self.speculative else None
         return replace(shortened(self.params, min(room, max_tokens)), seed=seed, prediction=prediction)
 
-    def _report(self, turn: Turn) -> None:
-        if self.debug:
-            self.display.show(round_lines(turn.rounds, self.decoder.tokenizer))
-        self.display.remark(turn.summary)
-
     def retry(self) -> Turn | None:
-        """Answer the last question again; the old answer goes when there is a new one."""
+        """Answer the last question again; the new answer replaces the old one."""
         old = self.last
         del self.turns[-1]
         turn = None
@@ -235,7 +222,7 @@ class Chat:
 
     @contextmanager
     def _loading(self, names: str | None) -> Iterator[None]:
-        """Announce what is loaded; failures such as a lack of memory become `SlipstreamError`, too."""
+        """Announce the load; failures such as a lack of memory become `SlipstreamError`."""
         if names is not None:
             self.display.remark(f"loading {names} ...")
         try:
@@ -250,7 +237,7 @@ def _refuse_without_tokenizer(decoder: SpeculativeDecoder) -> None:
 
 
 def compare(chat: Chat) -> str:
-    """The last question answered by plain decoding: both speeds, and whether the texts are the same."""
+    """Answer the last question by plain decoding: both speeds, and whether the outputs are the same."""
     turn, decoder = chat.last, chat.decoder
     if turn.target != decoder.target.name:
         raise UsageError(f"the last answer is by {turn.target}, not {decoder.target.name}; allowed: after /retry")
@@ -272,13 +259,13 @@ def totals(chat: Chat) -> list[str]:
     lines = [f"{counted(len(chat.turns), 'turn')}, {interrupted} interrupted"]
     if chat.turns:
         drafters = "+".join(dict.fromkeys(turn.drafter for turn in chat.turns))
-        lines += [statistics_line(stats, drafters), f"prompts: {prompts} tokens, of which {prefilled} were read anew"]
+        lines += [statistics_line(stats, drafters), f"prompts: {prompts} tokens, {prefilled} of them not cached"]
         lines.append(f"time: {time_split(stats.to_dict()).partition(': ')[2]}")
     return lines
 
 
 def save(chat: Chat, path: Path) -> None:
-    """Write the conversation as JSON: its messages, and how every answer came about."""
+    """Write the conversation as JSON: its messages, and how every answer was generated."""
     decoder = chat.decoder
     value = {
         "target": decoder.target.name,

@@ -15,7 +15,7 @@ FENCES = ("```", "~~~")
 
 
 def finished_blocks(text: str) -> int:
-    """How many characters of the text are finished: up to the last blank line that is not inside a code block."""
+    """Number of characters up to the last blank line outside a code block."""
     end = position = 0
     fence = ""
     for line in text.splitlines(keepends=True):
@@ -49,7 +49,7 @@ class MarkdownStream:
             self._next_redraw = now + max(MIN_SECONDS, (now - began) / RENDERING_SHARE)
 
     def end(self) -> None:
-        """Print what is left; the next text begins on a new line."""
+        """Print the rest; the next output begins on a new line."""
         self._print(self._text)
         self._text = ""
 
@@ -64,9 +64,9 @@ class MarkdownStream:
 
 
 class _Lines:
-    """A text's lines without blanks at their ends and empty lines before them.
+    """Lines without trailing blanks and without empty lines before them.
 
-    is_tail: only the last ones, as many as the screen has.
+    is_tail: only the last ones, as many as fit on the screen.
     """
 
     def __init__(self, text: str, *, is_tail: bool = False) -> None:

@@ -1,6 +1,4 @@
-"""The slash commands of a conversation, one function each, and how typed lines and options are read. Knows no
-terminal.
-"""
+"""The slash commands of a conversation, one function each, and a parser of typed lines. Knows no terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +35,8 @@ ALIASES = {"/gamma": "/draft-length", "/length-of-draft": "/draft-length", "/exi
 def numbers(method: str, words: Sequence[str]) -> dict[str, Any]:
     """The sampling options of a method; its numbers come in the order of `METHODS` or as NAME=VALUE."""
     meaning = METHODS[method]
-    chosen, order = dict(meaning), iter(meaning)
+    chosen = dict(meaning)
+    order = iter(meaning)
     allowed = f"allowed: /sampling {method} [{'] ['.join(meaning)}], each a number or NAME=NUMBER"
     for word in words:
         name, equals, value = word.partition("=")
@@ -54,7 +53,7 @@ def numbers(method: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def value_of(name: str, text: str) -> Any:
-    """A typed value, read as JSON if it is JSON, else as text."""
+    """A typed value, read as JSON if possible, else as a string."""
     if text == "none":
         return getattr(SamplingParams(), name)
     try:
@@ -74,12 +73,12 @@ Choices = Sequence[str] | Callable[[], Sequence[str]]
 
 @dataclass(frozen=True)
 class Command:
-    """A slash command. run: called with the conversation and the text after the name; choices: for that text."""
+    """A slash command."""
 
     usage: str
     help: str
-    run: Run
-    choices: Choices
+    run: Run  # called with the conversation and the text after the name
+    choices: Choices  # for the text after the name
 
 
 COMMANDS: dict[str, Command] = {}
@@ -169,7 +168,7 @@ def _draft_length(chat: Chat, text: str) -> None:
 def _acceptance(chat: Chat, text: str) -> None:
     if text:
         chat.decoder = chat.decoder.using(acceptance=text)
-    lossy = "" if chat.decoder.lossless else " (lossy: the text is not the target's own)"
+    lossy = "" if chat.decoder.lossless else " (lossy: the output is not the target's own)"
     chat.display.show(f"acceptance: {chat.decoder.config.acceptance}{lossy}")
 
 
@@ -228,7 +227,7 @@ def _debug(chat: Chat, text: str) -> None:
     chat.display.show(f"debug: {_word(chat.debug)}")
 
 
-@_command("/compare", "the last answer again by plain decoding: speeds, and whether the text is the same")
+@_command("/compare", "the last answer again by plain decoding: speeds, and whether the output is the same")
 def _compare(chat: Chat, text: str) -> None:
     chat.display.show(compare(chat))
 
@@ -238,7 +237,7 @@ def _stats(chat: Chat, text: str) -> None:
     chat.display.show("\n".join(totals(chat)))
 
 
-@_command("/reset", "forget the conversation; settings and system text stay")
+@_command("/reset", "forget the conversation; settings and the system message stay")
 def _reset(chat: Chat, text: str) -> None:
     chat.turns.clear()
     chat.display.show("the conversation is empty")
@@ -280,7 +279,7 @@ def _word(on: bool) -> str:
 
 
 def handle(chat: Chat, line: str) -> None:
-    """One line of input: a command if it begins with a slash, else what the user says. A failure is one line."""
+    """Handle a line of input: a command if it begins with a slash, else a message. A failure is one line."""
     text = line.strip()
     try:
         if line.startswith("/"):
@@ -302,7 +301,7 @@ def _run(chat: Chat, name: str, argument: str) -> None:
 
 
 def complete(text: str) -> list[str]:
-    """What the last word of `text`, an unfinished line, may become: a command's name or its first argument."""
+    """Completions of the last word of `text`, an unfinished line: a command's name or its first argument."""
     name, space, rest = text.partition(" ")
     if not text.startswith("/") or " " in rest:
         return []

@@ -44,14 +44,14 @@ def _common(
 
 
 class _Harmless(logging.Formatter):
-    """Removes control characters: lines of the log may repeat what others have sent."""
+    """Removes control characters: log lines may contain input from clients."""
 
     def format(self, record: logging.LogRecord) -> str:
         return harmless(super().format(record))
 
 
 def main() -> None:
-    """Run the command; every failure is one line on standard error and an exit code (2 wrong use, 1 failure)."""
+    """Run the command; every failure is one line on standard error and an exit code (2: wrong use, 1: failure)."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # where Python lacks fcntl, a lock is a file, which filelock removes once its owner has ended
     warnings.filterwarnings("ignore", "only soft file lock")
@@ -86,7 +86,7 @@ def _exit(message: str, code: int) -> None:
 
 
 def _close(stream: Any) -> None:
-    """Drop output that cannot be written, so that the interpreter does not try again when it ends."""
+    """Drop output that cannot be written, so that the interpreter does not retry when it exits."""
     try:
         stream.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""The application, its command `help`, and how models and prompts of all commands are found."""
+"""The application, its command `help`, and the models and prompts of all commands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EXAMPLES = (
 app = typer.Typer(
     name="slipstream",
     cls=Group,
-    help="Speculative decoding: any Hugging Face language model generates faster, and the text stays the same. "
+    help="Speculative decoding: any Hugging Face language model generates faster, with the same output. "
     "`slipstream COMMAND --help` explains a command.",
     epilog="\n".join(EXAMPLES),
     context_settings=SETTINGS,
@@ -80,7 +80,7 @@ def help_command(
 
 
 def quiet_libraries() -> None:
-    """Silence the libraries' advice to developers. Imports transformers."""
+    """Silence the libraries' advice to developers; imports transformers."""
     from slipstream.models.weights.model_files import quiet
 
     quiet()
@@ -105,12 +105,12 @@ def load_decoder(models: Models, config: DecoderConfig, *, is_announced: bool = 
 
 
 def draft_name(models: Models, decoder: SpeculativeDecoder) -> str | None:
-    """The draft model as the user named it, or else what the target brings: a head or MTP layers."""
+    """The draft model as the user named it, or the head or MTP layers that the target brings."""
     return None if decoder.draft is None else models.draft or decoder.draft.name
 
 
 def announce_loading(models: Models) -> None:
-    """Say what is loaded. Work that is done once per machine (download, conversion, calibration) shows its own bars."""
+    """Announce what is loaded; work done once per machine (download, conversion, calibration) has its own bars."""
     draft = f" and {models.draft}" if models.draft not in (None, NO_DRAFT) else ""
     with suppress(OSError):  # a full disk behind the log must not keep a server from starting
         err.sentence(f"loading {models.target}{draft} ...", style="dim")
@@ -119,11 +119,14 @@ def announce_loading(models: Models) -> None:
 def warn_lossy(acceptance: str) -> None:
     """Warn that an acceptance rule is lossy."""
     with suppress(OSError):
-        err.sentence(f"acceptance {acceptance} is lossy: the text is not the target's own", style="yellow")
+        err.sentence(f"acceptance {acceptance} is lossy: the output is not the target's own", style="yellow")
 
 
 def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig | None = None) -> DecoderConfig:
-    """The settings of --config, or those of the flags. defaults: the command's; None: those of `DecoderConfig`."""
+    """The settings of --config, or those of the flags.
+
+    defaults: of the command; None for those of `DecoderConfig`.
+    """
     if file is None:
         return flags
     if flags != (defaults or DecoderConfig()):
@@ -133,7 +136,7 @@ def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig
 
 @contextmanager
 def interruptible(outcome: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C ends the program with one line and exit code 130. outcome: says what is saved and how to go on."""
+    """End the program with one line and exit code 130 on Ctrl-C. outcome: says what is saved and how to go on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -157,23 +160,23 @@ def prompts_of_file(path: Path, categories: list[str], limit: int | None) -> lis
 
 
 def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
-    """The prompts of the command line or of --prompt-file; without either, standard input if it is no terminal.
+    """The prompts of the command line or of --prompt-file; without either, standard input if it is not a terminal.
 
-    What is piped into a command that has prompts is added to each: `cat notes.txt | slipstream generate "Summarize:"`.
+    Piped input is appended to each prompt of the command line: `cat notes.txt | slipstream generate "Summarize:"`.
     """
     texts = [*source.words, *source.prompt]
     if texts and source.prompt_file is not None:
         raise UsageError(
-            f"prompt {texts[0]!r:.60} beside --prompt-file {str(source.prompt_file)!r}; allowed: one of the two"
+            f"prompt {texts[0]!r:.60} with --prompt-file {str(source.prompt_file)!r}; allowed: one of the two"
         )
     if source.prompt_file is not None:
         return prompts_of_file(source.prompt_file, list(source.category), source.limit)
     if source.category or source.limit is not None:
-        raise UsageError("--category and --limit choose from a --prompt-file; allowed: together with one")
+        raise UsageError("--category and --limit select from a --prompt-file; allowed: together with one")
     if texts.count("-") > 1:
         raise UsageError("prompt - is given twice; allowed: once, as standard input can be read only once")
     if not texts and sys.stdin.isatty():
-        raise UsageError("no prompt; allowed: a prompt as argument, text on standard input, or --prompt-file FILE")
+        raise UsageError("no prompt; allowed: a prompt as an argument, text on standard input, or --prompt-file FILE")
     if any(not text.strip() for text in texts):
         raise UsageError("prompt is empty; allowed: a text")
     if texts and "-" not in texts and (piped := piped_input().strip()):
@@ -185,9 +188,9 @@ def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
 
 
 def piped_input() -> str:
-    """What is piped or redirected into a command that does not need it; nothing if standard input is a device.
+    """Piped or redirected input for a command that can do without; empty if standard input is a device.
 
-    A pipe through which nothing comes is left alone: scripts and remote shells hand on such pipes.
+    A pipe that stays silent is left alone: scripts and remote shells pass on such pipes.
     """
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
@@ -216,7 +219,7 @@ def standard_input() -> str:
 
 
 def as_request(decoder: SpeculativeDecoder, prompt: NamedPrompt, system: str, answer_start: str = "") -> Prompt:
-    """The prompt, between the system message and the beginning of the answer if there are any."""
+    """The prompt, with the system message before it and the beginning of the answer after it, if given."""
     if not system and not answer_start:
         return prompt.prompt
     tokenizer = decoder.tokenizer
@@ -228,7 +231,7 @@ def as_request(decoder: SpeculativeDecoder, prompt: NamedPrompt, system: str, an
 
 
 def params_for(prompt: NamedPrompt, params: SamplingParams) -> SamplingParams:
-    """The options with the prompt's own prediction, if it has one."""
+    """The sampling options with the prompt's own prediction, if it has one."""
     return params if prompt.prediction is None else replace(params, prediction=prompt.prediction)
 
 
@@ -241,7 +244,7 @@ def write_json(path: Path | None, value: dict[str, Any]) -> None:
 
 
 def demo_data() -> list[dict[str, str]]:
-    """The prompts of the demonstration: category, prompt and why it is in."""
+    """The prompts of the demonstration: category, prompt and the reason it is included."""
     data: list[dict[str, str]] = json.loads(
         resources.files("slipstream").joinpath("data/demo.json").read_text(encoding="utf-8")
     )

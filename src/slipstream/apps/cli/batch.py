@@ -49,7 +49,7 @@ Errors = Annotated[
     option(
         OUTPUT,
         "--errors",
-        text="file of failed lines and the reasons; default: beside OUT, NAME.errors.jsonl",
+        text="file of failed lines and reasons; default: NAME.errors.jsonl next to OUT",
         metavar="FILE",
     ),
 ]
@@ -92,13 +92,13 @@ def batch_command(
 ) -> None:
     """Answer a file of requests, line by line.
 
-    Exit code 1 if a line failed. A job that was interrupted continues when the same command is run again.
+    Exit code 1 if a line failed. To continue an interrupted job, run the same command again.
     """
     from slipstream.jobs.job_lines import JobFiles
     from slipstream.jobs.job_output import JobOutput
 
     config = config_from(config, models.config_file, SERVED)
-    files = JobFiles.of(source, output, errors)
+    files = JobFiles.checked(source, output, errors)
     if files.output.exists():  # refuse a file of something else before a model is loaded
         JobOutput(files.output).close()
     if err.is_terminal and not cluster.ray:  # now, as the imports below take a second
@@ -107,7 +107,7 @@ def batch_command(
 
     variables = json_object("--chat-template-kwargs", template_kwargs)
     options = JobOptions(
-        params=structure.of(params),
+        params=structure.added_to(params),
         chat=not raw,
         chat_template_kwargs=variables,
         model_name=model_name,
@@ -120,7 +120,8 @@ def batch_command(
         from slipstream.jobs.batch_job import BatchJob
 
         decoder = load_decoder(models, config, is_announced=True)
-        job, draft = BatchJob(decoder, files, options), draft_name(models, decoder)
+        job = BatchJob(decoder, files, options)
+        draft = draft_name(models, decoder)
     try:
         with _progress() as on_progress:
             report = job.run(on_progress)
@@ -140,7 +141,7 @@ def batch_command(
 def _ray_job(
     models: Models, config: DecoderConfig, files: JobFiles, options: JobOptions, cluster: RayOptions
 ) -> RayJob:
-    """The job on a cluster."""
+    """Run the job on a cluster."""
     from slipstream.integrations.ray.ray_engine import EngineSpec
     from slipstream.integrations.ray.ray_job import RayJob
     from slipstream.integrations.ray.ray_options import ray_module
@@ -152,7 +153,7 @@ def _ray_job(
 
 
 def _summary(report: JobReport) -> str:
-    """One line on a job."""
+    """One line about a job."""
     before = f" now, {report.answered_before} earlier" if report.answered_before else ""
     failed = f", {report.failed} failed" if report.failed else ""
     remaining = f", {report.remaining} left" if report.remaining > 0 else ""
@@ -168,7 +169,7 @@ def _speed(report: JobReport) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """On a terminal a bar with speed, acceptance and the time left; elsewhere, as in logs, a line per minute."""
+    """On a terminal, a bar with speed, acceptance and time left; elsewhere, as in logs, one line per minute."""
     if not err.is_terminal:
         printed = monotonic()
 

@@ -32,7 +32,6 @@ from slipstream.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from slipstream.bench.arms import Arm
     from slipstream.bench.plan import BenchPrompt
-    from slipstream.bench.summary import ArmSummary
     from slipstream.text.prompt_sets import NamedPrompt
 
 ARMS = (
@@ -43,11 +42,11 @@ ARMS = (
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is compared, how often, and what is written."""
+    """The arms, the repeats and the output of a benchmark."""
 
     arms: Annotated[
         str | None,
-        option(MEASURING, "--arms", text=f"what to compare, separated by commas: {ARMS}", metavar="ARMS"),
+        option(MEASURING, "--arms", text=f"arms to compare, separated by commas: {ARMS}", metavar="ARMS"),
     ] = None
     reference: Annotated[
         str | None,
@@ -64,7 +63,7 @@ class BenchOptions:
         option(
             MEASURING,
             "--at-once",
-            text="prompts of one call, more than are decoded together: each that finishes makes room for the next",
+            text="prompts per call, more than are decoded together: each that finishes makes room for the next",
             metavar="N",
         ),
     ] = None
@@ -92,11 +91,11 @@ def bench_command(
 ) -> None:
     """Measure several drafters against each other, with intervals.
 
-    An arm is a drafter with its settings, or another engine. Prints speeds, whether the texts are the same, and where
+    An arm is a drafter with its settings, or another engine. Prints speeds, whether outputs are identical, and where
     the time went. Arms take turns on each prompt, then comes the next repeat. --num-draft-tokens and --acceptance
-    apply to arms that do not set their own. A run that was killed continues where it stopped; a finished folder prints
-    its tables again, and no model is loaded. Exit code 1 if a lossless arm's text differs by more than a tie, or if an
-    arm failed.
+    apply to arms that do not set their own. A killed run continues where it stopped; for a finished folder, only the
+    tables are printed again and no model is loaded. Exit code 1 if a lossless arm's output differs by more than a tie,
+    or if an arm failed.
     """
     config = config_from(config, models.config_file)
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)
@@ -105,7 +104,8 @@ def bench_command(
             f"--at-once with --batch-sizes {options.batch_sizes}; allowed: the only batch size is max_batch_size "
             f"({config.max_batch_size})"
         )
-    names, prompts = _arms(options.arms, config), prompt_set(choice)
+    names = _arms(options.arms, config)
+    prompts = prompt_set(choice)
     run_arms(names, prompts, batches, (models, config, params), options, json_file)
 
 
@@ -117,12 +117,12 @@ def run_arms(
     options: BenchOptions,
     json_file: Path | None,
 ) -> None:
-    """Measure these arms, print and write what came out; SlipstreamError if one failed or has a wrong text."""
+    """Measure these arms, print and save the results; SlipstreamError if one failed or has a wrong output."""
     models, config, params = settings
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
     from slipstream.apps.cli.measuring import Benchmark, fail_on_wrong_texts, report_folder
     from slipstream.bench.arms import parse_arms, reference_of
-    from slipstream.bench.length_series import best_lengths, references, summarise_by_temperature
+    from slipstream.bench.length_series import best_lengths, references, summarize_by_temperature
     from slipstream.bench.llama_cpp import require_llama
     from slipstream.bench.plan import name_prompts
     from slipstream.bench.report import require_matplotlib
@@ -130,19 +130,19 @@ def run_arms(
 
     if options.report:
         require_matplotlib()
-    arms, named = parse_arms(names), name_prompts(prompts)
+    arms = parse_arms(names)
+    named = name_prompts(prompts)
     require_llama(arms, models.target)
     _refuse_missing_predictions(arms, named)
-    reference, chat = reference_of(arms, options.reference), not options.raw
+    reference = reference_of(arms, options.reference)
+    chat = not options.raw
     benchmark = Benchmark(
         models, config, params, named, arms, reference, batches, options.repeats, options.at_once, chat
     )
     folder = options.out_folder or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
     header, runs = benchmark.run(folder)
-    summaries, compared_with = (
-        summarise_by_temperature(runs, reference),
-        references([arm.name for arm in arms], reference),
-    )
+    summaries = summarize_by_temperature(runs, reference)
+    compared_with = references([arm.name for arm in arms], reference)
     for base in dict.fromkeys(compared_with.values()):
         for table in bench_tables([arm for arm in summaries if compared_with[arm.arm] == base], base):
             out.print(table)
@@ -152,14 +152,16 @@ def run_arms(
     results = {"summary": [arm.to_dict() for arm in summaries], "best_lengths": best}
     write_json(json_file, asdict(header) | results)
     fail_on_wrong_texts(summaries)
-    _fail_on_failures(summaries)
+    for arm in summaries:
+        if arm.failed:
+            raise SlipstreamError(f"arm {arm.arm}, batch {arm.batch}: {arm.failed} of its runs failed: {arm.error}")
 
 
 def _arms(arms: str | None, config: DecoderConfig) -> str:
     if arms is None:
         return f"none,{config.drafter}"
     if config.drafter != "auto":
-        raise UsageError(f"--drafter {config.drafter} beside --arms, which names the drafters; allowed: one of the two")
+        raise UsageError(f"--drafter {config.drafter} with --arms, which names the drafters; allowed: one of the two")
     return arms
 
 
@@ -169,9 +171,3 @@ def _refuse_missing_predictions(arms: Sequence[Arm], prompts: Sequence[BenchProm
         raise UsageError(
             f"arm {predicted!r}, but no prompt has a prediction; allowed: a .jsonl file in which some have one"
         )
-
-
-def _fail_on_failures(summaries: Sequence[ArmSummary]) -> None:
-    for arm in summaries:
-        if arm.failed:
-            raise SlipstreamError(f"arm {arm.arm}, batch {arm.batch}: {arm.failed} of its runs failed: {arm.error}")

@@ -53,17 +53,18 @@ def chat_command(
     params: SamplingParams,
     structure: Structure,
     system: Annotated[
-        str, option(PROMPTS, "--system", text="what the model is told before the conversation", metavar="TEXT")
+        str, option(PROMPTS, "--system", text="system message before the conversation", metavar="TEXT")
     ] = "",
     answer_start: AnswerStart = "",
     template_kwargs: TemplateKwargs = "{}",
     history: Annotated[
         Path | None,
-        option(PROMPTS, "--history", text="file of lines typed before; default: in the cache folder", metavar="FILE"),
+        option(PROMPTS, "--history", text="file of typed lines; default: in the cache folder", metavar="FILE"),
     ] = None,
 ) -> None:
     """Talk with a model; /help lists the commands."""
-    config, params = config_from(config, models.config_file), structure.of(params)
+    config = config_from(config, models.config_file)
+    params = structure.added_to(params)
     check_text("--system", system)
     check_text("--answer-start", answer_start)
     variables = json_object("--chat-template-kwargs", template_kwargs)
@@ -85,7 +86,7 @@ def chat_command(
 
 
 def _converse(conversation: Chat, screen: Screen, history: Path | None) -> None:
-    """Answer lines until the user leaves. history: file of lines typed at a terminal; None: they come from a pipe."""
+    """Answer lines until the user leaves. history: file of lines typed at a terminal; None if they come from a pipe."""
     from slipstream.apps.chat.slash_commands import complete, handle
 
     if history is not None:
@@ -97,16 +98,15 @@ def _converse(conversation: Chat, screen: Screen, history: Path | None) -> None:
 
 
 class Screen:
-    """Writes answers and what commands show to standard output, everything else to standard error.
+    """Writes answers and requested information to standard output, everything else to standard error.
 
-    On a terminal answers are rendered as Markdown; in a pipe they are as the model wrote them.
+    On a terminal answers are rendered as Markdown; in a pipe they stay as the model wrote them.
     """
 
     def __init__(self) -> None:
         self._answer: MarkdownStream | None = None
 
     def token(self, text: str) -> None:
-        """A part of the answer."""
         if not out.is_terminal:
             write_raw(text)
             return
@@ -115,18 +115,16 @@ class Screen:
         self._answer.write(text)
 
     def close(self) -> None:
-        """The answer has ended."""
+        """End the answer."""
         if self._answer is not None:
             self._answer.end()
             self._answer = None
 
     def show(self, line: str | Text) -> None:
-        """What the user asked to see."""
         self.close()
         out.sentence(line)
 
     def show_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Names and what they mean."""
         self.close()
         for line in definition_lines(pairs, out.width):
             out.print(line, soft_wrap=True)
@@ -149,7 +147,7 @@ def _piped() -> Iterator[str]:
 
 
 def _check_terminal(history: Path) -> None:
-    """Refuse a missing package or an unwritable history now, before models are loaded."""
+    """Refuse a missing package or an unwritable history before models are loaded."""
     if find_spec("prompt_toolkit") is None:
         raise SlipstreamError("chat at a terminal needs prompt_toolkit; run: pip install prompt_toolkit")
     try:

@@ -1,4 +1,4 @@
-"""Typer's commands with help that fits the terminal, and refusals that Typer lacks."""
+"""Typer's commands with help that fits the terminal, and checks that Typer lacks."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ RANGES = {r"\bx>=(\d+)": r"\1 or more", r"\b(\d+)<=x<=(\d+)": r"\1 to \2"}  # as
 
 
 class _Checked:
-    """What `Command` and `Group` share."""
+    """The common part of `Command` and `Group`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; an empty value is refused, and an unknown option gets the name that may have been meant."""
+        """Parse, but refuse empty values, and suggest the option that an unknown one may mean."""
         for option in self.get_params(ctx):  # type: ignore[attr-defined]
             if option.param_type_name == "option" and _needs_text(option) and "" in _values(args, option.opts):
                 flag = max(option.opts, key=len)
@@ -59,7 +59,7 @@ class _Checked:
             raise UsageError(f"no such option: {match[1]}{did_you_mean(match[1], *names) or listing}") from error
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
-        """The names of the help option, in the same order every time."""
+        """The names of the help option, always in the same order."""
         names = super().get_help_option_names(ctx)  # type: ignore[misc]
         return [name for name in ctx.help_option_names if name in names]
 
@@ -74,8 +74,9 @@ class Command(_Checked, TyperCommand):
     """A command whose help has the sections that its options name (`rich_help_panel`)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; a file that is named twice is refused, as one of the two would be overwritten."""
-        rest, names = super().parse_args(ctx, args), dict[Path, str]()
+        """Parse, but refuse a file that is named twice, as one of the two would be overwritten."""
+        rest = super().parse_args(ctx, args)
+        names = dict[Path, str]()
         for param in self.get_params(ctx):
             value = ctx.params.get(param.name)
             if _is_path(param) and value is not None and Path(value) != Path("-"):
@@ -85,17 +86,17 @@ class Command(_Checked, TyperCommand):
         return rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run; one line says so if the reader closes the output, as `head` does, or if Ctrl-C ends the command."""
+        """Run; if the reader closes the output, as `head` does, or Ctrl-C ends the command, one line says so."""
         try:
             with to_standard_error(out, when=ctx.params.get("json_file") == Path("-")):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Abort from None  # typer would exit without a word
         except BrokenPipeError as error:
-            raise SlipstreamError("standard output was closed before everything was written") from error
+            raise SlipstreamError("standard output was closed before all output was written") from error
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows the command's name in the usage line."""
+        """The arguments in the usage line."""
         return ["[OPTIONS]", *(_argument(param) for param in ctx.command.params if param.param_type_name == "argument")]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -147,7 +148,7 @@ class Group(_Checked, TyperGroup):
 
 
 def _needs_text(option: Any) -> bool:
-    """Whether an empty value is refused, as it would count as no value, or as the current folder."""
+    """True if an empty value is refused because it would mean no value or the current folder."""
     return _is_path(option) or (_kind(option) is not None and option.default == "" and option.metavar != "TEXT")
 
 
@@ -161,13 +162,13 @@ def _kind(param: Any) -> Any:
 
 
 def _argument(param: Any) -> str:
-    """How an argument is written in usage and help: [PROMPT]... where there may be none or several."""
+    """An argument's form in usage and help: [PROMPT]... if there may be none or several."""
     name = param.metavar or str(param.name).upper()
     return f"{name if param.required else f'[{name}]'}{'...' if param.nargs == -1 else ''}"
 
 
 def unknown_command(group: Any, ctx: Any, name: str) -> UsageError:
-    """The error for a command that a group does not have."""
+    """The error for an unknown command of a group."""
     names = [command for command in group.list_commands(ctx) if not group.get_command(ctx, command).hidden]
     near = did_you_mean(name, *names)
     if ctx.parent is not None and group.invoke_without_command:
@@ -176,8 +177,9 @@ def unknown_command(group: Any, ctx: Any, name: str) -> UsageError:
 
 
 def definition_lines(lines: Iterable[tuple[str, str]], width: int, indent: int = 0) -> list[str]:
-    """Names and their explanations in two columns, broken at words only; a long name has a line of its own."""
-    lines, columns = list(lines), MAX_NAME_COLUMNS if width >= NARROW else MAX_NARROW_NAME_COLUMNS
+    """Names and their explanations in two columns, broken only between words; a long name has its own line."""
+    lines = list(lines)
+    columns = MAX_NAME_COLUMNS if width >= NARROW else MAX_NARROW_NAME_COLUMNS
     first = min(columns, max((len(name) for name, _ in lines), default=0)) + 2
     written: list[str] = []
     for name, text in lines:
@@ -190,9 +192,7 @@ def definition_lines(lines: Iterable[tuple[str, str]], width: int, indent: int =
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most `width`, broken at blanks; a word that is longer is broken before [ or after a comma, if at
-    all.
-    """
+    """Lines of at most `width`, broken at blanks; a longer word only before [ or after a comma, if at all."""
     lines = [""]
     for word in text.split():
         pieces = re.split(r"(?<=\])(?=\[)|(?<=,)(?=.)", word) if len(word) > width else [word]

@@ -1,4 +1,4 @@
-"""`slipstream compare`: speed beside the proof that the text is the same."""
+"""`slipstream compare`: speed, and proof that the output is the same."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arms:
-    """What is run besides plain and speculative decoding, and how often."""
+    """Arms besides plain and speculative decoding, and the number of repeats."""
 
     hf: Annotated[bool, option(MEASURING, "--hf", text="also run Hugging Face `generate`")] = False
     batch: Annotated[
-        bool, option(MEASURING, "--batch", text="also decode all prompts as one batch, compared with one by one")
+        bool, option(MEASURING, "--batch", text="also decode all prompts as one batch, and compare with one by one")
     ] = False
     repeats: Annotated[
         int,
-        option(MEASURING, "--repeats", text="runs of each on each prompt; an interval needs two", metavar="N", min=1),
+        option(MEASURING, "--repeats", text="runs of each arm on each prompt; intervals need two", metavar="N", min=1),
     ] = 3
 
 
@@ -50,17 +50,18 @@ def compare_command(
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
-    """Is the text the same, and how much faster is it?
+    """Compare plain and speculative decoding: speed, and whether the output is the same.
 
-    Exit code 1 if a text is wrong.
+    Exit code 1 if an output is wrong.
     """
-    config, params = config_from(config, models.config_file), structure.of(params)
+    config = config_from(config, models.config_file)
+    params = structure.added_to(params)
     prompts = gather_prompts(source)
     if arms.hf:
         _check_hf(models, params)
     decoder = load_decoder(models, config)
     from slipstream.apps.cli import tables
-    from slipstream.bench.comparison import BATCH, compare, compare_batch, num_runs, summarise
+    from slipstream.bench.comparison import BATCH, compare, compare_batch, num_runs, summarize
     from slipstream.text.prompt_sets import titles
     from slipstream.text.round_view import time_split
 
@@ -83,7 +84,7 @@ def compare_command(
                 _print_progress(decoder, comparison, title, debug=debug)
     if not debug:
         tables.print_legend(err, comparisons)
-    summary = summarise(comparisons)
+    summary = summarize(comparisons)
     if arms.batch:
         summary[BATCH] = compare_batch(decoder, comparisons, params, chat=not source.raw)
     if len(comparisons) > 1:
@@ -116,7 +117,7 @@ def _print_progress(decoder: SpeculativeDecoder, comparison: Comparison, title: 
     if debug:
         err.sentence(round_lines(result.rounds, decoder.tokenizer))
     elif decoder.tokenizer is not None:
-        err.sentence(tables.coloured(result, decoder.tokenizer, limit=400))
+        err.sentence(tables.colored(result, decoder.tokenizer, limit=400))
 
 
 def comparison_dict(
@@ -126,7 +127,7 @@ def comparison_dict(
     comparisons: Sequence[Comparison],
     summary: dict[str, Any],
 ) -> dict[str, Any]:
-    """Settings, versions, the summary, and token ids, seconds and verdict of every arm on every prompt, for JSON."""
+    """Settings, versions, the summary, and token ids, seconds and verdict of every arm on every prompt."""
     from importlib.metadata import version
 
     from slipstream.certificate.parity import verdict
@@ -152,9 +153,9 @@ def comparison_dict(
 
 
 def fail_on_difference(decoder: SpeculativeDecoder, summary: dict[str, Any]) -> None:
-    """SlipstreamError if a lossless rule's text is wrong; sampled texts are compared only if the rule couples them."""
+    """SlipstreamError if an output of a lossless rule is wrong; sampled outputs count only if the rule couples them."""
     from slipstream.bench.comparison import SPECULATIVE
 
     wrong = summary["arms"][SPECULATIVE]["different"]
     if wrong and decoder.lossless:
-        raise SlipstreamError(f"{wrong} of {summary['prompts']} texts differ from plain decoding and are no ties")
+        raise SlipstreamError(f"{wrong} of {summary['prompts']} texts differ from plain decoding and are not ties")

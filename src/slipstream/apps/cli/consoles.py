@@ -1,6 +1,6 @@
-"""Standard output and standard error as rich consoles: texts are never markup and cannot steer the terminal.
+"""Standard output and standard error as rich consoles: output is never markup and cannot steer the terminal.
 
-The text goes to standard output, everything else to standard error.
+The model's output goes to standard output, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
 
 
 class Stream(Console):
-    """A console that raises an error when its pipe is closed, as after any other failure to write.
+    """A console that raises an error if its pipe is closed, as after any other failed write.
 
-    Texts are never markup, and their control characters become pictures: see `harmless`. In files and pipes, lines of
+    Text is never markup, and its control characters become pictures: see `harmless`. In files and pipes, lines of
     tables are not padded with blanks.
     """
 
@@ -45,12 +45,12 @@ class Stream(Console):
         raise
 
     def sentence(self, text: str | Text, style: str | None = None) -> None:
-        """Print a text for people: broken at words on a terminal, in one line elsewhere."""
+        """Print a sentence for people: broken between words on a terminal, on one line elsewhere."""
         self.print(text, style=style, soft_wrap=not self.is_terminal)
 
 
 def _unpadded(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """Segments without blanks at the ends of lines."""
+    """Segments without trailing blanks in each line."""
     blanks = ""  # held back, since the line may end after them
     for segment in segments:
         if segment.control:
@@ -66,7 +66,7 @@ def _unpadded(segments: Iterable[Segment]) -> Iterator[Segment]:
 
 
 def _open_closed_streams() -> None:
-    """Give a process that was started without some of its standard streams (`>&-`) empty ones, as a daemon has."""
+    """Open empty streams in place of standard streams that the process was started without (`>&-`)."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # open to the end
@@ -84,7 +84,7 @@ out, err = _stream(stderr=False), _stream(stderr=True)
 
 @contextmanager
 def to_standard_error(console: Stream, *, when: bool) -> Iterator[None]:
-    """Have a console write to standard error, as when standard output is for the JSON of `--json -` alone."""
+    """Redirect a console to standard error, as when standard output is reserved for the JSON of `--json -`."""
     if not when:
         yield
         return
@@ -96,10 +96,10 @@ def to_standard_error(console: Stream, *, when: bool) -> Iterator[None]:
 
 
 class WordWrap:
-    """Breaks a text at words while it is being written, so that lines have at most `width` columns.
+    """Breaks text between words while it is being written, so that lines have at most `width` columns.
 
-    A word that is longer than a line is left whole. Each word is held back until the blank after it has come: only then
-    is it known whether it still fits.
+    A word that is longer than a line is left whole. Each word is held back until the blank after it has arrived: only
+    then is it known whether it fits.
     """
 
     def __init__(self, width: int) -> None:
@@ -110,7 +110,7 @@ class WordWrap:
         self._is_inside = False  # whether a word's beginning is written, because it was too long to be held back
 
     def push(self, text: str) -> str:
-        """What can be written once this piece has come."""
+        """The text that can be written once this piece has arrived."""
         written = []
         for part in PARTS.findall(text):
             if part == "\n":
@@ -152,7 +152,7 @@ class WordWrap:
 
 
 class TextWriter:
-    """Writes a text piece by piece: as the model wrote it into files and pipes, broken at words on a terminal."""
+    """Writes output piece by piece: unchanged into files and pipes, broken between words on a terminal."""
 
     def __init__(self) -> None:
         self._wrap = WordWrap(out.width) if out.is_terminal else None
@@ -161,42 +161,42 @@ class TextWriter:
         write_raw(text if self._wrap is None else self._wrap.push(harmless(text)))
 
     def end(self) -> None:
-        """Write what is held back, and end the line."""
+        """Write the text that is held back, and end the line."""
         write_raw(("" if self._wrap is None else self._wrap.flush()) + "\n")
 
 
 def write_raw(text: str) -> None:
-    """Write a piece of a text as it is."""
+    """Write a piece of output unchanged."""
     out.file.write(text)  # rich would expand tabs and drop others
     out.file.flush()
 
 
 def print_text(text: str) -> None:
-    """Print a whole text."""
+    """Print a whole output."""
     writer = TextWriter()
     writer.write(text)
     writer.end()
 
 
 def clock_time(seconds: float) -> str:
-    """Hours, minutes and seconds as clocks show them."""
+    """Hours, minutes and seconds as on a clock."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def print_error(message: str) -> None:
-    """Print an error: one line, which terminals break at words."""
+    """Print an error on one line, which terminals break between words."""
     err.sentence(Text.assemble(("error:", "red"), " ", message))
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:
-    """A bar with these columns on standard error, which is shown on terminals only and vanishes at its end."""
+    """A bar with these columns on standard error, shown only on terminals, which vanishes at its end."""
     return OneLineProgress(*columns, console=err, disable=not err.is_terminal, transient=True)
 
 
 class RunBar:
-    """A progress bar over runs that says which one is under way; only on a terminal."""
+    """A progress bar over runs that names the current one; only on a terminal."""
 
     def __init__(self, total: int) -> None:
         self._started = -1
@@ -213,7 +213,7 @@ class RunBar:
         self._task = self._progress.add_task("", total=total)
 
     def show(self, doing: str) -> None:
-        """Show which run begins now; the one before it counts as finished."""
+        """Show the run that begins now; the one before it counts as finished."""
         self._started += 1
         self._progress.update(self._task, description=doing, completed=self._started)
 

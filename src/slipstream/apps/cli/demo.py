@@ -32,25 +32,28 @@ NEXT_STEPS = (
 
 @command("demo", "slipstream demo", "slipstream demo --max-tokens 40 --repeats 1", "slipstream demo --debug")
 def demo_command(
-    max_tokens: Annotated[int, option(MEASURING, "--max-tokens", text="tokens per text", metavar="N", min=1)] = 96,
+    max_tokens: Annotated[
+        int, option(MEASURING, "--max-tokens", text="most tokens per output", metavar="N", min=1)
+    ] = 96,
     repeats: Repeats = 3,
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
     """Plain and speculative decoding side by side, on a small model.
 
-    SmolLM2-135M-Instruct, which is fetched once (93 MB), answers four prompts. Exit code 1 if a text differs.
+    SmolLM2-135M-Instruct, which is downloaded once (93 MB), answers four prompts. Exit code 1 if an output differs.
     """
     data = demo_data()
     prompts = [NamedPrompt(item["prompt"], item["category"]) for item in data]
     err.sentence(
         "SmolLM2-135M-Instruct on this machine. Plain decoding computes one token per forward. Speculative decoding "
-        "drafts several tokens cheaply and checks them in one forward: the text stays the same."
+        "drafts several tokens cheaply and checks them in one forward: the output stays the same."
     )
-    models, params = Models(EMBEDDED), SamplingParams(max_tokens=max_tokens)
+    models = Models(EMBEDDED)
+    params = SamplingParams(max_tokens=max_tokens)
     decoder = load_decoder(models, DecoderConfig())
     from slipstream.apps.cli import tables
-    from slipstream.bench.comparison import SPECULATIVE, compare, num_runs, summarise
+    from slipstream.bench.comparison import SPECULATIVE, compare, num_runs, summarize
     from slipstream.text.round_view import round_lines
 
     assert decoder.tokenizer is not None
@@ -69,7 +72,7 @@ def demo_command(
                 out.sentence(caption(comparison, item["why"]), style="italic")
                 out.print()
     tables.print_legend(out, comparisons)
-    summary = summarise(comparisons)
+    summary = summarize(comparisons)
     out.sentence(_conclusion(comparisons, summary), style="bold")
     for line in NEXT_STEPS:
         out.print(line, soft_wrap=True)
@@ -78,7 +81,7 @@ def demo_command(
 
 
 def caption(comparison: Comparison, why: str) -> str:
-    """How much faster one text was, how much was drafted, and what kind of text it is."""
+    """Speed-up of one prompt, share of accepted draft tokens, and the kind of output."""
     from slipstream.bench.comparison import SPECULATIVE, speed_up, within_noise
 
     result, measured = comparison.runs[SPECULATIVE].result, speed_up([comparison], SPECULATIVE)
@@ -98,5 +101,6 @@ def caption(comparison: Comparison, why: str) -> str:
 def _conclusion(comparisons: list[Comparison], summary: dict[str, Any]) -> str:
     from slipstream.bench.comparison import SPECULATIVE
 
-    arm, total = summary["arms"][SPECULATIVE], len(comparisons)
+    arm = summary["arms"][SPECULATIVE]
+    total = len(comparisons)
     return f"{arm['identical']} of {total} texts identical to plain decoding, {arm['speed_up']:.2f}x on average."

@@ -1,4 +1,4 @@
-"""`slipstream doctor`: what this installation has, what it lacks, and the command that fixes it."""
+"""`slipstream doctor`: what this installation has, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "hugging
 
 @dataclass(frozen=True)
 class Fact:
-    """Something about this installation."""
+    """A fact about this installation."""
 
     subject: str
     value: str
@@ -40,9 +40,9 @@ class Fact:
     "slipstream doctor --json -             # the same on standard output",
 )
 def doctor_command(json_file: Json = None) -> None:
-    """Versions, kernels, processor, devices and caches; what is missing, and the command that fixes it.
+    """Versions, kernels, processor, devices and caches; what is missing, and how to fix it.
 
-    Exit code 1 if the self-test fails, which runs the built-in toy model.
+    Runs a self-test on the built-in toy model; exit code 1 if it fails.
     """
     quiet_libraries()
     facts = [fact for check in CHECKS for fact in _checked(check)]
@@ -105,7 +105,7 @@ def _processor() -> Iterator[Fact]:
     if not libraries.switched_on():
         yield Fact("kernels", f"switched off by {libraries.SWITCH}=off: PyTorch's are used")
         return
-    for kind, best in (("bfloat16", libraries.best_bfloat16_recipe), ("quantised", libraries.best_block_recipe)):
+    for kind, best in (("bfloat16", libraries.best_bfloat16_recipe), ("quantized", libraries.best_block_recipe)):
         try:
             recipe = best(os.environ.get(ISA))
         except NoKernelsError as error:
@@ -146,12 +146,13 @@ def _cache() -> Iterator[Fact]:
 def _self_test() -> Iterator[Fact]:
     from slipstream.decoder import SpeculativeDecoder
 
-    texts = []
+    outputs = []
     for drafter in ("none", "ngram"):
         with SpeculativeDecoder("toy", drafter=drafter) as decoder:
-            texts.append(decoder.generate("The heron stands in the shallows", max_tokens=8).token_ids)
-    problem = "" if texts[0] == texts[1] else "the toy model writes another text with drafts than without"
-    yield Fact("self-test", problem or "passed: the toy model writes the same tokens with drafts and without", problem)
+            outputs.append(decoder.generate("The heron stands in the shallows", max_tokens=8).token_ids)
+    problem = "" if outputs[0] == outputs[1] else "the toy model generates different tokens with drafts"
+    passed = "passed: the toy model generates the same tokens with and without drafts"
+    yield Fact("self-test", problem or passed, problem)
 
 
 CHECKS = [_packages, _processor, _device, _cache, _self_test]

@@ -1,7 +1,7 @@
 """Command-line flags made from dataclasses, so that a default and its help text have one home.
 
-Options that several commands share are here too, and plan files: JSON whose keys are flags. Flags on the command line
-override them.
+Options that several commands share are here too, and plan files: JSON files whose keys are flags. Flags on the command
+line override them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ USUAL = {
     RayOptions: ("ray",),
     ServerSettings: ("host", "port", "api_key_file", "served_model_name", "max_model_len"),
 }
-# what --help says of a flag whose whole help only --help-all shows
+# short help texts; --help-all shows the whole ones
 SHORT = {
     "drafter": "what proposes tokens: auto, ngram, suffix, model, none, ...",
     "num_draft_tokens": "tokens drafted per round: auto (as many as pay off) or a number",
     "acceptance": "auto, or a rule: block, rejection, match, ...",
-    "temperature": "0 takes the likeliest token (greedy); more is more varied",
-    "top_p": "choose among the likeliest tokens that reach this probability",
-    "max_tokens": "longest text, in tokens",
-    "stop": "end the text before this string",
+    "temperature": "0 is greedy; higher is more random",
+    "top_p": "sample from the likeliest tokens that reach this total probability",
+    "max_tokens": "maximum number of output tokens",
+    "stop": "end the output before this string",
     "seed": "random seed; default: a fresh one, printed with the result (measuring commands: 0)",
 }
 NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
@@ -92,7 +92,7 @@ def _read(flag: str, file: Path) -> str:
 
 
 def _prediction(path: str | None) -> str | None:
-    """The text of --prediction's file."""
+    """The content of --prediction's file."""
     if path is None:
         return None
     if not (text := _read("--prediction", Path(path))):
@@ -102,19 +102,16 @@ def _prediction(path: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Written:
-    """A field whose flag is written differently from its Python value.
+    """A field whose flag is written differently from its Python value."""
 
-    kind: the type that typer reads; parse: makes the field's value of it; more: added to the field's help.
-    """
-
-    kind: Any
-    parse: Callable[[Any], Any]
+    kind: Any  # the type that typer reads
+    parse: Callable[[Any], Any]  # makes the field's value from it
     metavar: str
-    more: str = ""
+    more: str = ""  # added to the field's help
 
 
 def _completes(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """What the shell offers for a value of these choices."""
+    """Shell completions for a value with these choices."""
 
     def complete(incomplete: str) -> list[str]:
         return [choice for choice in choices() if choice.startswith(incomplete)]
@@ -164,7 +161,7 @@ FULL = {
 
 
 def _show_all(context: typer.Context, is_asked: bool) -> None:
-    """Print the help with all options and their full texts, some of which `--help` leaves out."""
+    """Print the help with all options and their full descriptions, some of which `--help` omits."""
     if is_asked:
         for option in context.command.params:
             setattr(option, "hidden", False)  # noqa: B010  # arguments have none
@@ -187,7 +184,7 @@ def flags(
 
     A field is an annotated typer option, or a `setting`, whose help text becomes the flag's. If two classes share a
     field, the flag belongs to the first. defaults: this command's own defaults. also: fields of NOT_FLAGS that are
-    flags of this command; without: fields that are not.
+    flags of this command. without: fields that are not flags of this command.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,7 +275,7 @@ DraftModel = Annotated[
         MODELS,
         "--draft",
         text="draft model, of any vocabulary, or draft head, named like the target; mtp: the target's own MTP layers; "
-        "none: not even those",
+        "none: disable MTP drafting too",
         metavar="MODEL",
         autocompletion=_complete_model,
     ),
@@ -300,12 +297,15 @@ PromptWords = Annotated[
 ]
 PromptTexts = Annotated[
     list[str],
-    option(PROMPTS, "-p", "--prompt", text="the same as an option; may be given several times", metavar="TEXT"),
+    option(PROMPTS, "-p", "--prompt", text="prompt as an option; may be given several times", metavar="TEXT"),
 ]
 PromptFile = Annotated[
     Path | None,
     option(
-        PROMPTS, "--prompt-file", text="a text, or .jsonl with a prompt per line; - is standard input", metavar="FILE"
+        PROMPTS,
+        "--prompt-file",
+        text="text file, or .jsonl with a prompt per line; - is standard input",
+        metavar="FILE",
     ),
 ]
 
@@ -324,7 +324,7 @@ Limit = Annotated[int | None, _limit()]
 # for commands that also take prompts in other ways than --prompt-file
 FileCategory = Annotated[list[str], _category(hidden=True)]
 FileLimit = Annotated[int | None, _limit(hidden=True)]
-Raw = Annotated[bool, option(PROMPTS, "--raw", text="no chat template around the prompt")]
+Raw = Annotated[bool, option(PROMPTS, "--raw", text="do not apply the chat template")]
 AnswerStart = Annotated[
     str,
     option(PROMPTS, "--answer-start", text="the first words of the answer, which the model continues", metavar="TEXT"),
@@ -374,7 +374,7 @@ Report = Annotated[bool, option(OUTPUT, "--report", text="also write plots and r
 
 @dataclass(frozen=True)
 class Models:
-    """Which models, and a file of decoder settings."""
+    """The models, and a file of decoder settings."""
 
     target: Target = EMBEDDED
     draft: DraftModel = None
@@ -383,7 +383,7 @@ class Models:
 
 @dataclass(frozen=True)
 class PromptChoice:
-    """Which prompts of a file, or of the package's own."""
+    """The selected prompts of a file, or of the package's own."""
 
     prompt_file: PromptFile = None
     category: Category = ()  # type: ignore[assignment]
@@ -403,10 +403,10 @@ class PromptSource:
 
 
 def read_batch_sizes(text: str, max_batch_size: int) -> list[int]:
-    """The numbers of --batch-sizes. max_batch_size: the decoder's."""
+    """Parse --batch-sizes. max_batch_size: the decoder's."""
     sizes = [int(size) for size in text.split(",")] if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text) else []
     if not sizes or len(set(sizes)) < len(sizes):
-        raise UsageError(f"--batch-sizes {text!r}; allowed: different whole numbers with commas between, e.g. 1,4,8")
+        raise UsageError(f"--batch-sizes {text!r}; allowed: different whole numbers, separated by commas, e.g. 1,4,8")
     if max(sizes) > max_batch_size:
         raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({max_batch_size})")
     return sizes
@@ -414,10 +414,11 @@ def read_batch_sizes(text: str, max_batch_size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Structure:
-    """The constraint of the text; at most one kind."""
+    """The constraint on the output; at most one kind."""
 
     json_schema: Annotated[
-        Path | None, option(STRUCTURE, "--json-schema", text="JSON by the schema in this file", metavar="FILE")
+        Path | None,
+        option(STRUCTURE, "--json-schema", text="JSON that matches the schema in this file", metavar="FILE"),
     ] = None
     json_object: Annotated[bool, option(STRUCTURE, "--json-object", text="any JSON object")] = False
     regex: Annotated[
@@ -425,7 +426,7 @@ class Structure:
         option(
             STRUCTURE,
             "--regex",
-            text="a text that matches this regular expression from end to end",
+            text="output that matches this whole regular expression",
             metavar="TEXT",
             hidden=True,
         ),
@@ -435,7 +436,7 @@ class Structure:
         option(
             STRUCTURE,
             "--choice",
-            text="one of several texts; give --choice for each",
+            text="one of several outputs; give --choice for each",
             metavar="TEXT",
             hidden=True,
         ),
@@ -445,7 +446,7 @@ class Structure:
         option(
             STRUCTURE,
             "--grammar",
-            text="a text of the grammar in this file (llguidance's Lark)",
+            text="output of the grammar in this file (llguidance's Lark)",
             metavar="FILE",
             hidden=True,
         ),
@@ -461,7 +462,7 @@ class Structure:
         ),
     ] = Constraint.whitespace
 
-    def of(self, params: SamplingParams) -> SamplingParams:
+    def added_to(self, params: SamplingParams) -> SamplingParams:
         """The sampling options with the constraint of these flags, if there is one."""
         kinds: dict[str, Any] = {
             "json_schema": self.json_schema and _read("--json-schema", self.json_schema),
@@ -480,11 +481,12 @@ class Structure:
 
 
 def read_plan(context: typer.Context, value: Path | None) -> Path | None:
-    """Make the file's values the defaults of the command. UsageError for a key that names no option of it."""
+    """Make the file's values the defaults of the command; UsageError for a key that is not one of its options."""
     if value is None:
         return None
     allowed = {key: option for option in context.command.params if (key := _key(option)) not in ("plan", HELP_ALL)}
-    plan, defaults = read_json("plan", value), dict[str, Any]()
+    plan = read_json("plan", value)
+    defaults = dict[str, Any]()
     if not isinstance(plan, dict):
         raise UsageError(f"plan {str(value)!r} is not an object; allowed: one JSON object of options")
     check_known(f"plan {str(value)!r} has the unknown key", plan, sorted(allowed))
@@ -508,12 +510,12 @@ Plan = Annotated[
 
 
 def _key(option: Any) -> str:
-    """The flag's name as a key: --max-tokens is max_tokens."""
+    """The flag's name as a key: max_tokens for --max-tokens."""
     return str(max(option.opts, key=len)).lstrip("-").replace("-", "_")
 
 
 def _default(where: str, item: Any, multiple: bool) -> str | list[str]:
-    """A value as its flag would be written; a list is several flags, or one value separated by commas."""
+    """The value in the form of its flag; a list is several flags, or one value separated by commas."""
     if isinstance(item, list):
         parts = [_word(where, part) for part in item]
         return parts if multiple else ",".join(parts)
@@ -526,4 +528,4 @@ def _word(where: str, item: Any) -> str:
         return str(item).lower()
     if isinstance(item, str | int | float):
         return str(item)
-    raise UsageError(f"{where}={item!r}; allowed: text, a number, true or false, or a list of these")
+    raise UsageError(f"{where}={item!r}; allowed: a string, a number, true or false, or a list of these")

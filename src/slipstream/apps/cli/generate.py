@@ -65,13 +65,14 @@ def generate_command(
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
-    """Write the answer to a prompt; several prompts run as a batch."""
-    config, params = config_from(config, models.config_file), structure.of(params)
+    """Answer a prompt; several prompts run as a batch."""
+    config = config_from(config, models.config_file)
+    params = structure.added_to(params)
     prompts = gather_prompts(source)
     variables = json_object("--chat-template-kwargs", template_kwargs)
     for name, value in (("--system", system), ("--answer-start", answer_start), ("--chat-template-kwargs", variables)):
         if value and source.raw:
-            raise UsageError(f"{name} beside --raw, which uses no chat template; allowed: one of the two")
+            raise UsageError(f"{name} with --raw, which uses no chat template; allowed: one of the two")
     check_text("--system", system)
     check_text("--answer-start", answer_start)
     form: FormOptions = {"chat_template_kwargs": variables, "continue_final_message": bool(answer_start)}
@@ -93,10 +94,12 @@ def generate_command(
 def _stream(
     decoder: SpeculativeDecoder, prompt: Prompt, params: SamplingParams, form: FormOptions, *, chat: bool, debug: bool
 ) -> dict[str, Any]:
-    """Print the text while it is generated; Ctrl-C ends the text, but not the report."""
+    """Print the output while it is generated; Ctrl-C ends the generation, but not the report."""
     from slipstream.text.results import Stats
 
-    chunks, interrupted, writer = [], False, TextWriter()
+    chunks = []
+    interrupted = False
+    writer = TextWriter()
     try:
         for chunk in decoder.stream(prompt, params, chat=chat, **form):
             chunks.append(chunk)
@@ -130,7 +133,7 @@ def _batch(
     chat: bool,
     debug: bool,
 ) -> list[dict[str, Any]]:
-    """Generate all texts together; after Ctrl-C, or if a text fails, the others are still reported."""
+    """Generate all outputs together; after Ctrl-C, or if one fails, the others are still reported."""
     from slipstream.text.requests import read_form
     from slipstream.text.results import Stats
 
@@ -156,7 +159,7 @@ def _batch(
 
 
 def _report(decoder: SpeculativeDecoder, row: Row, debug: bool) -> dict[str, Any]:
-    """Print a text, whole or not, and why it failed if it did."""
+    """Print an output, complete or not, and the error if it failed."""
     from slipstream.text.detokenizer import text_of
     from slipstream.text.results import Stats
 
@@ -173,7 +176,7 @@ def _report(decoder: SpeculativeDecoder, row: Row, debug: bool) -> dict[str, Any
 
 
 def _run(decoder: SpeculativeDecoder, rows: Sequence[Row]) -> None:
-    """Decode, with a progress bar over the texts; Ctrl-C ends the run."""
+    """Decode, with a progress bar over the prompts; Ctrl-C ends the run."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
     with progress_bar(
@@ -188,7 +191,7 @@ def _run(decoder: SpeculativeDecoder, rows: Sequence[Row]) -> None:
 
 
 def _report_logprobs(decoder: SpeculativeDecoder, rounds: Sequence[Round]) -> dict[str, Any]:
-    """Print each token's log-probability and the likeliest tokens, if they were asked for, and return them for JSON."""
+    """Print each token's log-probability and the likeliest tokens, if requested, and return them for JSON."""
     from slipstream.text.results import logprobs_dict, with_token_texts
 
     if all(round.logprobs is None for round in rounds):

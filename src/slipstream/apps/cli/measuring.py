@@ -1,4 +1,4 @@
-"""Runs a benchmark for `bench` and `sweep`: shows its progress, and continues one that was interrupted."""
+"""Runs a benchmark for `bench` and `sweep`: shows its progress, and continues an interrupted one."""
 
 from __future__ import annotations
 
@@ -35,25 +35,23 @@ from slipstream.wiring.model_pair import has_embedded_head
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured: every arm on every prompt, at every batch size.
-
-    reference: the arm that speed-ups refer to; chat: whether prompts get the model's chat template.
-    """
+    """A benchmark: every arm on every prompt, at every batch size."""
 
     models: Models
     config: DecoderConfig
     params: SamplingParams
     prompts: Sequence[BenchPrompt]
     arms: Sequence[Arm]
-    reference: str
+    reference: str  # the arm that speed-ups refer to
     batches: Sequence[int]
     repeats: int
     at_once: int | None = None
-    chat: bool = True
+    chat: bool = True  # prompts get the model's chat template
 
     def run(self, folder: Path) -> tuple[Header, list[Run]]:
         """Make the measurements that the folder lacks; if it lacks none, no model is loaded."""
-        planned, header = plan(self.arms, self.prompts, self.batches, self.repeats, self.at_once), self._header()
+        planned = plan(self.arms, self.prompts, self.batches, self.repeats, self.at_once)
+        header = self._header()
         earlier = open_folder(folder, header)
         if finished(earlier) >= {measurement.key for measurement in planned}:
             err.print(f"all {len(earlier)} measurements are there already")
@@ -61,7 +59,9 @@ class Benchmark:
         where = shlex.quote(str(folder))
         with interruptible(lambda: f"finished runs are saved: the same command with --out {where} continues"):
             lineup = Lineup(load_decoder(self.models, self.config), self.arms, self.params, chat=self.chat)
-            _announce_lossy(lineup)
+            for arm in self.arms:
+                if arm.acceptance is not None and not lineup.decoders[arm.name].lossless:
+                    warn_lossy(arm.acceptance)
             runs = Runner(lineup, planned, folder).run(earlier)
             return header, [*earlier, *watched(runs, planned, earlier)]
 
@@ -79,14 +79,14 @@ class Benchmark:
 
 
 def draft_before_loading(models: Models, config: DecoderConfig) -> str | None:
-    """The draft model as the user named it, or the embedded model's head; MTP layers are known only after loading."""
+    """The draft model as the user named it, or the embedded model's head; MTP layers are found only by loading."""
     if models.draft is None and has_embedded_head(models.target, config):
         return EMBEDDED_NAME
     return None if models.draft == NO_DRAFT else models.draft
 
 
 def command_line() -> str:
-    """The command as it was typed, without --out: repeated, it measures anew, in another folder."""
+    """The command as it was typed, without --out, so that repeating it measures again in another folder."""
     arguments = iter(sys.argv[1:])
     kept = []
     for argument in arguments:
@@ -97,30 +97,24 @@ def command_line() -> str:
     return shlex.join(["slipstream", *kept])
 
 
-def _announce_lossy(lineup: Lineup) -> None:
-    for arm in lineup.arms:
-        if arm.acceptance is not None and not lineup.decoders[arm.name].lossless:
-            warn_lossy(arm.acceptance)
-
-
 def report_folder(folder: Path, header: Header, *, page: bool) -> None:
-    """Write the report if it was asked for, and print where the files are."""
+    """Write the report if it was requested, and print where the files are."""
     if page:
         err.print(f"report: {write_report(folder, target_tokenizer(header))}", soft_wrap=True)
     err.print(f"raw runs: {folder / FILE}", soft_wrap=True)
 
 
 def fail_on_wrong_texts(summaries: Sequence[ArmSummary]) -> None:
-    """SlipstreamError if a text of a lossless arm differs from plain decoding's by more than a tie."""
+    """SlipstreamError if an output of a lossless arm differs from plain decoding's by more than a tie."""
     for arm in wrong_texts(summaries):
         raise SlipstreamError(
             f"arm {arm.arm}, batch {arm.batch}: {arm.verdicts['different']} of {sum(arm.verdicts.values())} texts "
-            "differ from plain decoding and are no ties"
+            "differ from plain decoding and are not ties"
         )
 
 
 def watched(runs: Iterator[Run], planned: Sequence[Measurement], earlier: Sequence[Run]) -> Iterator[Run]:
-    """Pass the runs on, with a progress bar on a terminal, elsewhere with a line per finished group of prompts."""
+    """Pass the runs on, with a progress bar on a terminal; elsewhere, with a line per finished group of prompts."""
     if earlier:
         err.print(f"{len(earlier)} of {len(planned)} measurements are in the folder already")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft())
@@ -136,7 +130,7 @@ def watched(runs: Iterator[Run], planned: Sequence[Measurement], earlier: Sequen
 
 
 class _Groups:
-    """Collects the runs of each group of prompts until all arms and repeats are there."""
+    """Collects the runs of each group of prompts until all arms and repeats are complete."""
 
     def __init__(self, planned: Sequence[Measurement], earlier: Sequence[Run]) -> None:
         self._runs: dict[tuple[int, tuple[str, ...]], list[Run]] = {}

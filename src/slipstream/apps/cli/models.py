@@ -33,7 +33,7 @@ Name = Annotated[str, typer.Argument(help=f"{EMBEDDED} or a hub id, such as Qwen
 
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context, json_file: Json = None) -> None:
-    """List the models on this machine, in Slipstream's cache and in Hugging Face's, and pairs that fit together."""
+    """List the models on this machine, in Slipstream's and Hugging Face's caches, and pairs that fit together."""
     if context.invoked_subcommand is not None:
         return
     quiet_libraries()
@@ -45,8 +45,8 @@ def models(context: typer.Context, json_file: Json = None) -> None:
     width = max(len(name) for name, *_ in (("NAME",), *lines))
     for name, num_bytes, modified, place in (("NAME", "SIZE", "MODIFIED", "CACHE"), *lines):
         out.print(f"{name:{width}}  {num_bytes:>7}  {modified:15}  {place}", soft_wrap=True)
-    beside = "" if stored else f", beside {EMBEDDED}, the default"
-    err.sentence(f"\nPairs for --model and --draft that fit together{beside}:")
+    other = "" if stored else f", in addition to {EMBEDDED}, the default"
+    err.sentence(f"\nPairs for --model and --draft that fit together{other}:")
     width = max(len(target) for target, _ in PAIRS)
     for target, draft in PAIRS:
         err.print(f"  {target:{width}}  {draft}", soft_wrap=True)
@@ -56,7 +56,7 @@ def models(context: typer.Context, json_file: Json = None) -> None:
 
 @models_app.command(cls=Command, context_settings=SETTINGS)
 def pull(name: Name, json_file: Json = None) -> None:
-    """Download a model, so that it can be used without a network."""
+    """Download a model, so that it can be used offline."""
     from slipstream.models.weights.stored_models import pull_model
 
     folder = pull_model(name)
@@ -79,17 +79,14 @@ def rm(name: Annotated[str, typer.Argument(help="a name from `slipstream models`
 def check(
     target: Annotated[str, typer.Argument(help=NAMED)],
     draft: Annotated[str, typer.Argument(help="draft model or draft head, named like the target")],
-    text: Annotated[
-        Path | None, typer.Option("--text", help="try drafts through text on this file", metavar="FILE")
-    ] = None,
+    text: Annotated[Path | None, typer.Option("--text", help="sample for drafts through text", metavar="FILE")] = None,
     json_file: Json = None,
 ) -> None:
-    """Can DRAFT draft for TARGET? The answer comes first.
+    """Check whether DRAFT can draft for TARGET.
 
-    Compares tokens; weights are loaded only for a draft head. A draft model of another vocabulary drafts through text;
-    how much of its drafts is lost that way is tried on a text. A draft head
-    guesses tokens of the target, with the settings of its config.json and with others that may have been meant. Exit
-    code 1 if DRAFT cannot draft at all.
+    Compares tokens; weights are loaded only for a draft head. A draft model with another vocabulary drafts through
+    text; a trial shows how much of its drafts is lost that way. A draft head guesses tokens of the target, with the
+    settings of its config.json and with others that may have been meant. Exit code 1 if DRAFT cannot draft at all.
     """
     if err.is_terminal:
         err.sentence(f"reading {target} and {draft} ...", style="dim")
@@ -110,7 +107,7 @@ def check(
 
 
 def _check_as_head(target: str, draft: str, text: Path | None, json_file: Path | None) -> bool:
-    """Check DRAFT as a draft head, if it is one: let it guess tokens of the target. Returns whether it is one."""
+    """If DRAFT is a draft head, let it guess tokens of the target. Returns True if it is one."""
     from slipstream.models.heads.head_check import agreement
     from slipstream.models.heads.head_files import head_files
     from slipstream.models.heads.load import load_head
@@ -123,7 +120,7 @@ def _check_as_head(target: str, draft: str, text: Path | None, json_file: Path |
         return False
     if text is not None:
         raise UsageError(f"--text {str(text)!r} with the draft head {draft!r}; allowed: with a draft model")
-    err.sentence(f"loading {target} and trying {draft} on a text ...", style="dim")
+    err.sentence(f"loading {target} and trying {draft} on a sample ...", style="dim")
     loaded = load(target, options)
     head = load_head(files, loaded, options)
     tried = agreement(head, loaded)

@@ -1,4 +1,4 @@
-"""Files and folders that a command will write, checked before it works."""
+"""Output files and folders, checked before the command starts its work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STANDARD = Path("-")  # standard input of files that are read, standard output o
 
 
 def check_file(name: str) -> Callable[[Path | None], Path | None]:
-    """A callback of the option `name` that refuses a file which cannot be written; nothing is created."""
+    """A callback of the option `name` that refuses a file that cannot be written; nothing is created."""
 
     def check(path: Path | None) -> Path | None:
         if path not in (None, STANDARD):
@@ -23,7 +23,7 @@ def check_file(name: str) -> Callable[[Path | None], Path | None]:
 
 
 def check_folder(name: str) -> Callable[[Path | None], Path | None]:
-    """A callback of the option `name` that refuses a folder which can neither be used nor be made."""
+    """A callback of the option `name` that refuses a folder that can neither be used nor be made."""
 
     def check(path: Path | None) -> Path | None:
         if path is not None:

@@ -1,4 +1,4 @@
-"""`slipstream report`: the HTML page and the plots of a folder that `bench` or `sweep` has written, or a table."""
+"""`slipstream report`: the HTML page and the plots of a folder written by `bench` or `sweep`, or a table."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def report_command(
 ) -> None:
     """Write an HTML page about a benchmark, or print its table.
 
-    The page is report.html in the folder, beside plots/. No weights are loaded; runs may still be going on.
+    The page is report.html in the folder, next to plots/. No weights are loaded; the benchmark may still be running.
     """
     if table and ids:
-        raise UsageError("--ids beside --markdown, which shows no samples; allowed: one of the two")
+        raise UsageError("--ids with --markdown, which shows no samples; allowed: one of the two")
     if reference is not None and not table:
         raise UsageError(f"--reference {reference} without --markdown; allowed: together with it")
     if table:

@@ -59,10 +59,10 @@ def _banner(server: Server) -> None:
     draft = "" if decoder.draft is None else f" with {decoder.draft.name}"
     keys = "API keys needed" if server.settings.api_key_file else "no API keys"
     keys += "" if server.settings.is_local else ", open to other machines"
-    same = "every seed repeats its text" if facts.reproducible else "texts may differ where two tokens tie"
+    same = "every seed repeats its output" if facts.reproducible else "outputs may differ where two tokens tie"
     for line in (
         f"Slipstream serves {facts.name}{draft} at {server.url}",
-        f"  drafter {decoder.drafter_name}, {decoder.config.max_batch_size} texts at a time, "
+        f"  drafter {decoder.drafter_name}, {decoder.config.max_batch_size} requests at a time, "
         f"{service.rows.max_model_len} tokens each, {keys}",
         f"  fingerprint {facts.fingerprint}: {same}",
         f"  open {server.url} in a browser, or:",

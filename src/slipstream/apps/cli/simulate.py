@@ -35,7 +35,7 @@ class Measured:
 
 
 def read_size(text: str | float) -> float:
-    """A number that may end in k, m, b or g (1e9), or t, as in 8b."""
+    """A number with an optional suffix k, m, b or g (1e9), or t, for example 8b."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmbgt]?)", str(text).strip().lower())
     if match is None:
         raise typer.BadParameter(f"{text!r}; allowed: a number, which may end in k, m, b, g or t")
@@ -48,19 +48,19 @@ def _size(name: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class OnPaper:
-    """A pair of models and a machine, by their numbers."""
+    """A pair of models and a machine, described by numbers."""
 
-    target_params: Annotated[float, _size("--target-params", "parameters of the target, as 8b or 8e9")] = 0.0
+    target_params: Annotated[float, _size("--target-params", "parameters of the target, e.g. 8b or 8e9")] = 0.0
     draft_params: Annotated[float, _size("--draft-params", "parameters of the draft model; 0: drafts cost nothing")] = (
         0.0
     )
-    bandwidth: Annotated[float, _size("--bandwidth", "memory bandwidth of the machine in bytes/s, as 100g")] = 0.0
-    flops: Annotated[float, _size("--flops", "its FLOP/s, as 10t")] = 0.0
+    bandwidth: Annotated[float, _size("--bandwidth", "memory bandwidth of the machine in bytes/s, e.g. 100g")] = 0.0
+    flops: Annotated[float, _size("--flops", "its FLOP/s, e.g. 10t")] = 0.0
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is predicted, and from which acceptance."""
+    """The predicted lengths and batch sizes, and the acceptance they are based on."""
 
     alpha: Annotated[
         float | None,
@@ -69,7 +69,7 @@ class Grid:
     stats: Annotated[
         Path | None,
         option(
-            GRID, "--stats", text="or the acceptance of a run: a folder of bench, or --json of compare", metavar="RUN"
+            GRID, "--stats", text="or the acceptance of a run: bench's folder, or compare's --json file", metavar="RUN"
         ),
     ] = None
     arm: Annotated[
@@ -77,10 +77,10 @@ class Grid:
     ] = None
     length: Annotated[
         list[int],
-        option(GRID, "--length", text="draft length; several times; default: 1 to 8", metavar="N", min=1),
+        option(GRID, "--length", text="draft length; may be given several times; default: 1 to 8", metavar="N", min=1),
     ] = ()  # type: ignore[assignment]
     batch: Annotated[
-        list[int], option(GRID, "--batch", text="rows decoded together; several times", metavar="N", min=1)
+        list[int], option(GRID, "--batch", text="rows decoded together; may be given several times", metavar="N", min=1)
     ] = ()  # type: ignore[assignment]
 
 
@@ -101,7 +101,7 @@ def simulate_command(
 ) -> None:
     """Predict the speed-up of a pair of models before trying it.
 
-    Prints the best length, and where speculation stops paying. Without options: an example on paper.
+    Prints the best length, and where speculation stops paying off. Without options: an example on paper.
     """
     if grid.alpha is not None and grid.stats is not None:
         raise UsageError("the acceptance comes from --alpha or from --stats; allowed: one of them")
@@ -161,7 +161,7 @@ def _costs(config: DecoderConfig, measured: Measured, paper: OnPaper) -> CostMod
 
 
 def _recorded(path: Path, arm: str | None) -> Accepted:
-    """The acceptance of an arm in the folder of a benchmark, or in a JSON file of `compare` or of `Stats`."""
+    """The acceptance of an arm in a benchmark's folder, or in a JSON file of `compare` or of `Stats`."""
     from slipstream.bench.speed_formula import recorded
     from slipstream.bench.summary import total_stats
 

@@ -37,7 +37,7 @@ Size = Annotated[int, option(MEASURING, "--batch-size", text="prompts decoded to
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The settings that the sweep varies, and how it measures."""
+    """The settings that the sweep varies, and its repeats and output."""
 
     drafters: Annotated[str, option(MEASURING, "--drafters", text=DRAFTERS, metavar="NAMES")] = ""
     lengths: Ranges = "0-8"
@@ -66,8 +66,8 @@ def sweep_command(
 ) -> None:
     """Find the best draft length of each drafter and temperature.
 
-    Prints also where speculation does not pay. Plain decoding is length 0 and always measured. Exit code 1 if a
-    lossless setting's text differs by more than a tie, or if a setting failed.
+    Also prints where speculation does not pay off. Plain decoding is length 0 and always measured. Exit code 1 if a
+    lossless setting's output differs by more than a tie, or if a setting failed.
     """
     config = config_from(config, models.config_file)
     if config.num_draft_tokens != "auto":
@@ -75,7 +75,7 @@ def sweep_command(
     if params.temperature != SamplingParams().temperature:
         raise UsageError(f"--temperature {params.temperature:g} names one temperature; allowed: --temperatures")
     if options.drafters and config.drafter != "auto":
-        raise UsageError(f"--drafter {config.drafter} beside --drafters; allowed: one of the two")
+        raise UsageError(f"--drafter {config.drafter} with --drafters; allowed: one of the two")
     drafters = [part.strip() for part in (options.drafters or config.drafter).split(",")]
     if drafters == ["auto"]:
         drafters = [preferred(draft_model=models.draft not in (None, NO_DRAFT), costs=False)]
@@ -89,7 +89,8 @@ def sweep_command(
     for temperature in options.temperatures.split(","):
         names.append(f"none~{temperature}")
         names += [f"{drafter}@{n}~{temperature}" for drafter in drafters for n in sorted(lengths)]
-    batches, more = read_batch_sizes(str(options.batch_size), config.max_batch_size), vars(options)
+    batches = read_batch_sizes(str(options.batch_size), config.max_batch_size)
+    more = vars(options)
     shared = {name: more[name] for name in ("repeats", "raw", "report")}
     shared["out_folder"] = options.out_folder or Path("runs") / f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
     run_arms(",".join(names), prompt_set(choice), batches, (models, config, params), BenchOptions(**shared), json_file)

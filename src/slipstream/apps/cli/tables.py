@@ -1,4 +1,4 @@
-"""What the commands print: coloured text, tables, comparisons, simulations. Nothing is computed here."""
+"""Prints colored output, tables, comparisons and simulations; computes nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slipstream.tokenization.tokenizer import Tokenizer
 
 STYLES = {"accepted": "green", "forced": "yellow", "recovered": "red", "bonus": "cyan", "plain": ""}
 BESIDE_TEXTS = 5  # columns of borders and gaps around two texts
-SIDE_BY_SIDE = 76  # columns from which on two texts stand beside each other
+SIDE_BY_SIDE = 76  # minimum columns for two outputs side by side
 MEANINGS = {
     "accepted": "accepted draft token",
     "forced": "forced by the constraint",
@@ -38,8 +38,8 @@ MEANINGS = {
 }
 
 
-def coloured(result: Result, tokenizer: Tokenizer, limit: int | None = None) -> Text:
-    """A result's text, each token in the colour of its origin."""
+def colored(result: Result, tokenizer: Tokenizer, limit: int | None = None) -> Text:
+    """A result's output, each token in the color of its origin."""
     text, stream = Text(), TextStream(tokenizer)
     for decoded in result.rounds:
         for token, origin in zip(decoded.tokens, decoded.origins, strict=True):
@@ -52,7 +52,7 @@ def coloured(result: Result, tokenizer: Tokenizer, limit: int | None = None) -> 
 
 
 def print_legend(console: Stream, comparisons: Sequence[Comparison]) -> None:
-    """Explain the colours that occur in speculative texts; print nothing if the console has no colours."""
+    """Explain the colors that occur in speculative outputs; print nothing if the console has no colors."""
     if console.color_system is None or console.no_color:
         return
     results = [comparison.runs[SPECULATIVE].result for comparison in comparisons]
@@ -60,19 +60,19 @@ def print_legend(console: Stream, comparisons: Sequence[Comparison]) -> None:
     shown = {origin for decoded in rounds for origin in decoded.origins}
     legend = [Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items() if origin in shown]
     if legend:
-        console.sentence(Text("Colours: ", "dim") + Text(", ").join(legend))
+        console.sentence(Text("Colors: ", "dim") + Text(", ").join(legend))
 
 
 def side_by_side(comparison: Comparison, tokenizer: Tokenizer, width: int) -> RenderableType:
-    """Plain text left, speculative text right, coloured by the origins of tokens.
+    """Plain output on the left, speculative output on the right, colored by the origins of tokens.
 
-    On a narrow console they stand one above the other, or once if they are equal.
+    On a narrow console they stand one above the other, or are shown once if they are equal.
     """
     plain, fast = comparison.runs[PLAIN], comparison.runs[SPECULATIVE]
     assert plain.result is not None and fast.result is not None
     plain_title = f"plain, {plain.tokens_per_second:.1f} tok/s"
     fast_title = f"speculative, {fast.tokens_per_second:.1f} tok/s, {verdict(fast.difference)}"
-    texts = coloured(plain.result, tokenizer), coloured(fast.result, tokenizer)
+    texts = colored(plain.result, tokenizer), colored(fast.result, tokenizer)
     if width < SIDE_BY_SIDE:
         if plain.result.token_ids == fast.result.token_ids:
             return Group(Text(f"{plain_title}; {fast_title}", "bold"), texts[1])
@@ -104,7 +104,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> TerminalTable:
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
-    """A sentence per arm: speed, how much faster it is than plain decoding, and what became of its texts."""
+    """A sentence per arm: speed, speed-up over plain decoding, and the verdicts on its outputs."""
     arms = summary["arms"]
     plain = f"plain decoding {arms[PLAIN]['tokens_per_second']:.1f} tok/s"
     lines = [f"{plain}; {_arm_sentence(name, arm)}" for name, arm in arms.items() if name == SPECULATIVE]

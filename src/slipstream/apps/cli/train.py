@@ -41,7 +41,7 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What is trained, on what, and for how long."""
+    """The target, the data and the time limits of a training."""
 
     target: Target = EMBEDDED
     prompts: Annotated[
@@ -93,9 +93,9 @@ class TrainOptions:
 def train_command(options: TrainOptions, config: DecoderConfig, json_file: Json = None) -> None:
     """Train a draft head for a model, which then generates faster with --draft FOLDER.
 
-    Needs no data: the model invents prompts and answers them, and a head of the EAGLE-3 type learns to foresee its
+    Needs no data: the model invents prompts and answers them, and a head of the EAGLE-3 type learns to predict its
     answers. Prompts like those that will be served make a better head. The same command continues after an
-    interruption, and with more --hours once its time is over.
+    interruption, and with more --hours once time is up.
     """
     job = _job(options)
     with interruptible(lambda: f"{job.saved}; the same command continues"):
@@ -154,7 +154,7 @@ def _number(text: str) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Show]:
-    """A function that shows what is being done, how far it is, the time left and the latest judgement of the head.
+    """A function that shows the stage, the progress, the time left and the latest judgement of the head.
 
     On a terminal it redraws one line; elsewhere it prints a line at first, every minute, and for each judgement.
     """
@@ -167,7 +167,9 @@ def _progress() -> Iterator[Show]:
         TextColumn("{task.description}", markup=False),
     )
     with progress_bar(*columns) as bar:
-        task, last_news, last_line = bar.add_task("", total=None, doing="preparing"), "", float("-inf")
+        task = bar.add_task("", total=None, doing="preparing")
+        last_news = ""
+        last_line = float("-inf")
 
         def show(progress: TrainingProgress) -> None:
             nonlocal last_news, last_line

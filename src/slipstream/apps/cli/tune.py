@@ -1,4 +1,4 @@
-"""`slipstream tune`: what to use on this machine and these prompts, measured, and ready settings for other engines."""
+"""`slipstream tune`: the fastest settings on this machine and these prompts, measured; also for other engines."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What is considered, and for how long."""
+    """The candidates, the time limit and the output."""
 
     target: Target = EMBEDDED
     draft: Annotated[
@@ -68,7 +68,7 @@ class TuneOptions:
         option(
             MEASURING,
             "--longest",
-            text="longest draft that is considered",
+            text="longest draft to consider",
             metavar="N",
             min=1,
             max=MAX_DRAFT_TOKENS,
@@ -76,7 +76,7 @@ class TuneOptions:
     ] = 8
     budget: Annotated[
         float,
-        option(MEASURING, "--budget", text="seconds for measuring, without the time for loading", metavar="SECONDS"),
+        option(MEASURING, "--budget", text="seconds for measuring, without loading", metavar="SECONDS"),
     ] = 300.0
     raw: Raw = False
     out_folder: Annotated[
@@ -111,9 +111,9 @@ def tune_command(
 ) -> None:
     """Find the fastest settings for a model on this machine.
 
-    It finds the drafter, draft length and draft model, or that it is better not to speculate, for each batch size.
-    Writes the answer as a configuration for --config and as settings for vLLM, SGLang and llama.cpp. Exit code 1 if a
-    candidate failed or its text differs from plain decoding's by more than a tie.
+    Finds the drafter, draft length and draft model, or that it is better not to speculate, for each batch size. Writes
+    the result as a configuration for --config and as settings for vLLM, SGLang and llama.cpp. Exit code 1 if a
+    candidate failed or its output differs from plain decoding's by more than a tie.
     """
     config = config_from(config, options.config_file)
     _refuse_fixed_settings(config, options.budget)
@@ -157,16 +157,16 @@ def _refuse_fixed_settings(config: DecoderConfig, budget: float) -> None:
     if not 0 < budget < float("inf"):
         raise UsageError(f"--budget {budget:g}; allowed: a number of seconds above 0")
     if config.drafter != "auto":
-        raise UsageError(f"--drafter {config.drafter} is what tune is to find; allowed: auto")
+        raise UsageError(f"--drafter {config.drafter}; allowed: auto, as tune chooses the drafter")
     if config.num_draft_tokens != "auto":
-        raise UsageError(f"--num-draft-tokens {config.num_draft_tokens} is what tune is to find; allowed: --longest")
+        raise UsageError(f"--num-draft-tokens {config.num_draft_tokens}; allowed: auto with tune; see --longest")
 
 
 def _refuse_lossy(config: DecoderConfig) -> None:
     from slipstream.core.acceptance import load_rule
 
     if config.acceptance != "auto" and not load_rule(config.acceptance).lossless:
-        raise UsageError(f"--acceptance {config.acceptance} changes the text; allowed: lossless rules")
+        raise UsageError(f"--acceptance {config.acceptance} changes the output; allowed: lossless rules")
 
 
 def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json_file: Path | None) -> None:
@@ -186,7 +186,8 @@ def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json
         err.sentence(f"batch {batch}: not measured, as the budget was used up; give more --budget")
     result = asdict(header) | tuned.to_dict()
     early = [advice.best is not None and space.stops_early(advice.best.candidate) for advice in tuned.advice]
-    advice_files, config = list(zip(tuned.advice, early, strict=True)), space.lineup.decoder.config
+    advice_files = list(zip(tuned.advice, early, strict=True))
+    config = space.lineup.decoder.config
     paths = write_files(folder, advice_files, config, int(header.settings["longest"]), result)
     out.print(f"use it: {_command(tuned.advice[0], header, folder)}", soft_wrap=True)
     err.sentence(f"in {folder}: {', '.join([FILE, *(path.name for path in paths)])}")
@@ -205,7 +206,7 @@ def _command(advice: Advice, header: Header, folder: Path) -> str:
 
 
 class _TimeLeft(ProgressColumn):
-    """The time that is left of the budget; the budget is the task's total."""
+    """The remaining time of the budget, which is the task's total."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{max(0.0, (task.total or 0.0) - (task.elapsed or 0.0)):.0f} s left")
@@ -213,10 +214,11 @@ class _TimeLeft(ProgressColumn):
 
 @contextmanager
 def _watched(budget: float) -> Iterator[ShowProgress]:
-    """A function that shows what is being done: a bar over the budget; elsewhere a line when a stage begins."""
+    """A function that shows the stage: a bar over the budget; elsewhere, a line when a stage begins."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _TimeLeft())
     with progress_bar(*columns) as progress:
-        task, begun = progress.add_task("starting", total=budget), perf_counter()
+        task = progress.add_task("starting", total=budget)
+        begun = perf_counter()
         stages: set[str] = set()
 
         def show_progress(stage: str, doing: str) -> None:
@@ -233,7 +235,7 @@ def _what_is_saved(folder: Path) -> str:
     from slipstream.bench.records import FILE
 
     saved = f"finished runs are saved in {folder / FILE}" if (folder / FILE).exists() else "nothing was measured yet"
-    return f"{saved}, no advice yet: what to measure depends on times, so start anew with another --out"
+    return f"{saved}; there is no advice yet: an interrupted race cannot continue, so start over with another --out"
 
 
 def _refuse_used(folder: Path) -> None:
@@ -241,6 +243,6 @@ def _refuse_used(folder: Path) -> None:
 
     if exists(folder) and read_records(folder)[1]:
         raise UsageError(
-            f"--out {str(folder)!r} holds runs already; allowed: another folder; to start anew: "
+            f"--out {str(folder)!r} already holds runs; allowed: another folder; to start over: "
             f"rm -r {shlex.quote(str(folder))}"
         )

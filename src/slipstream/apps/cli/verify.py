@@ -1,4 +1,4 @@
-"""`slipstream verify`: the certificate."""
+"""`slipstream verify`: runs the certificate's checks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is checked."""
+    """The length of the compared outputs and the time limit."""
 
     max_tokens: Annotated[
-        int, option(MEASURING, "--max-tokens", text="length of the compared texts", metavar="N", min=1)
+        int, option(MEASURING, "--max-tokens", text="tokens per compared output", metavar="N", min=1)
     ] = 48
     budget: Annotated[
         float,
-        option(MEASURING, "--budget", text="seconds to aim for; texts are shortened", metavar="SECONDS", min=1),
+        option(MEASURING, "--budget", text="target time in seconds; outputs are shortened", metavar="SECONDS", min=1),
     ] = 120.0
 
 
@@ -54,7 +54,7 @@ def verify_command(
     config: DecoderConfig,
     json_file: Json = None,
 ) -> None:
-    """Check that the text is exactly the target's own.
+    """Check that the output is exactly the target's own.
 
     Exit code 1 if any check fails.
     """
@@ -67,7 +67,9 @@ def verify_command(
     out.print(tables.certificate(checks))
     failed = [check for check in checks if check.failed]
     settings = f"{models.target}, drafter {decoder.drafter_name}, acceptance {decoder.config.acceptance}"
-    mode = "reproducible: texts must be bit-identical" if decoder.reproducible else "not reproducible: ties are allowed"
+    mode = (
+        "reproducible: outputs must be bit-identical" if decoder.reproducible else "not reproducible: ties are allowed"
+    )
     passed, total = sum(check.passed for check in checks), len(checks)
     counts = f"{passed} of {total} checks passed"
     counts += f", {total - passed - len(failed)} not applicable" if passed + len(failed) < total else ""

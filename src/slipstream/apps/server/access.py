@@ -1,7 +1,7 @@
-"""Who may call: keys, the name a server is called by, and the sites whose pages may call it.
+"""Access control: API keys, Host header, CORS origins.
 
-All checks read `scope["path"]`, the address that the routes match. If there are keys, every address needs
-one unless it is listed as open.
+All checks read `scope["path"]`, the path that the routes match. If there are keys, every path needs one unless it is
+listed as open.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ApiKeys:
     def read(file: str) -> ApiKeys:
         """The keys of a file, one per line: KEY or NAME:KEY; lines that begin with # are left out.
 
-        UsageError for an invalid key, and for a name or key that occurs twice: nobody could tell its owners apart.
+        UsageError for an invalid key, and for a name or key that occurs twice, as its owners could not be told apart.
         """
         if not file:
             return ApiKeys()
@@ -84,7 +84,7 @@ class ApiKeys:
         return ApiKeys(tuple(keys))
 
     def owner(self, key: str) -> str | None:
-        """The name of a key's owner; None for a key that is not listed. Takes the same time for every key."""
+        """The name of a key's owner; None for a key that is not listed. Constant time."""
         digest, owner = _digest(key), None
         for name, key_digest in self.digests:
             if hmac.compare_digest(key_digest, digest):
@@ -97,21 +97,21 @@ def _digest(key: str) -> bytes:
 
 
 class KeyFile:
-    """The keys of a file, read again when it changes. If they are invalid then, the earlier ones stay."""
+    """The keys of a file, read again when it changes; if they are then invalid, the earlier ones stay."""
 
     def __init__(self, file: str) -> None:
         self._file = file
         self._version, self._keys = self._current_version(), ApiKeys.read(file)
 
     def keys(self) -> ApiKeys:
-        """The keys as they are now."""
+        """The current keys."""
         if (version := self._current_version()) != self._version:
             self._version = version
             try:
                 self._keys = ApiKeys.read(self._file)
                 log.info("--api-key-file %r is read again: %d keys", self._file, len(self._keys.digests))
             except UsageError as error:
-                log.error("%s; the earlier keys stay", error)
+                log.error("%s; the earlier keys stay in use", error)
         return self._keys
 
     def _current_version(self) -> tuple[int, ...]:
@@ -123,10 +123,11 @@ class KeyFile:
 
 
 class Access:
-    """An ASGI layer that lets requests through to an app, or refuses them. count: see `Count`.
+    """An ASGI layer that passes requests to an app or refuses them.
 
-    It adds two names to `scope["state"]`: `owner`, the key's, and `caller`, by which callers take turns: the owner, or
+    It adds two names to `scope["state"]`: `owner`, of the key, and `caller`, by which callers take turns: the owner, or
     the client's address if there are no keys. It logs the reason that a refusal leaves there as `refusal`.
+    count: see `Count`.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyFile, settings: ServerSettings, count: Count) -> None:
@@ -156,7 +157,7 @@ class Access:
         await self._app(scope, self._bounded_receive(receive), self._counting_send(scope, send))
 
     def _bounded_receive(self, receive: Receive) -> Receive:
-        """A `receive` that raises once a body turns out too large, or does not arrive in time."""
+        """A `receive` that raises if a body is too large or does not arrive in time."""
         size, ended = 0, False
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout
 
@@ -178,7 +179,7 @@ class Access:
         return receiving
 
     def _counting_send(self, scope: Scope, send: Send) -> Send:
-        """A `send` that counts the answer, logs a refusal, and adds the header that forbids browsers to guess types."""
+        """A `send` that counts answers, logs refusals, and adds the header that forbids browsers to guess types."""
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -205,12 +206,12 @@ class Access:
         kind, _, key = (headers[0] if len(headers) == 1 else "").partition(" ")
         owner = keys.owner(key.strip()) if kind.lower() == "bearer" else None
         if owner is None:
-            why = "no valid API key; send 'Authorization: Bearer KEY' (of NAME:KEY, only what follows the colon)"
+            why = "no valid API key; send 'Authorization: Bearer KEY' (of NAME:KEY, only the part after the colon)"
             raise ApiError(401, why, code="invalid_api_key")
         return owner
 
     def _is_allowed_preflight(self, scope: Scope) -> bool:
-        """Whether this is a preflight request for a listed site; browsers send those without the key."""
+        """True for a preflight request from a listed site; browsers send those without the key."""
         is_preflight = bool(_headers(scope, b"access-control-request-method"))
         return is_preflight and scope["method"] == "OPTIONS" and any(map(self._is_listed, _headers(scope, b"origin")))
 
@@ -218,10 +219,10 @@ class Access:
         return origin in self._settings.allowed_origin
 
     def _client(self, scope: Scope) -> str:
-        """The client's address: that of the connection, or the one which the last trusted proxy names."""
+        """The client's address: that of the connection, or the one that the last trusted proxy names."""
         client = str((scope.get("client") or [""])[0])
         names = [name.strip() for header in _headers(scope, b"x-forwarded-for") for name in header.split(",")]
-        while names and self._is_trusted(client):
+        while names and is_address(client) and any(ip_address(client) in network for network in self._proxies):
             name = names.pop()
             name = name if is_address(name) else _host_name(name)  # some proxies add the port
             if not is_address(name):
@@ -229,13 +230,10 @@ class Access:
             client = name
         return client
 
-    def _is_trusted(self, client: str) -> bool:
-        return is_address(client) and any(ip_address(client) in network for network in self._proxies)
-
     def _check_host(self, hosts: Sequence[str]) -> str:
-        """Refuse names that another site may have pointed at this machine, unless keys protect it.
+        """Refuse host names that another site may have pointed at this machine, unless keys protect it.
 
-        Health checks of HTTP/1.0 send no name, and browsers always send one.
+        HTTP/1.0 health checks send no host name; browsers always do.
         """
         host = hosts[0] if len(hosts) == 1 else ",".join(hosts)
         name = _host_name(host)
@@ -246,20 +244,20 @@ class Access:
         return host
 
     def _check_length(self, lengths: Sequence[str]) -> None:
-        """Refuse a body whose declared length is too large; `_bounded_receive` counts what really arrives."""
+        """Refuse a body with too large a declared length; `_bounded_receive` counts the bytes that arrive."""
         largest = self._settings.max_body_bytes
         if any(len(length) > 12 or int(length) > largest for length in lengths if length.isdigit()):
             raise ApiError(413, f"the request body is too large; allowed: {largest} bytes")
 
     def _check_origin(self, origins: Sequence[str], host: str) -> None:
-        """Refuse requests that pages of other sites make."""
+        """Refuse requests from pages of other sites."""
         for origin in origins:
             if not self._is_listed(origin) and origin not in (f"http://{host}", f"https://{host}"):
                 raise ApiError(403, f"origin {origin!r:.80} is not allowed; see --allowed-origin")
 
 
 def _log_refusal(scope: Scope, status: int) -> None:
-    """One line for a request that was refused before any work was done for it; `refusal` is the reason."""
+    """Log one line for a request that was refused before any work was done for it."""
     state = scope["state"]
     if "refusal" in state:
         log.info(
@@ -274,14 +272,14 @@ def _log_refusal(scope: Scope, status: int) -> None:
 
 
 def key_name(owner: str) -> str:
-    """How the log names a key: its owner's name in quotes. Keys without a name look alike: a digest helps to guess."""
+    """A key's name in the log: its owner's name in quotes, or a digest, which helps to tell unnamed keys apart."""
     if owner.startswith(UNNAMED):
         return "unnamed"
     return json.dumps(owner, ensure_ascii=False) if owner else "none"
 
 
 def _in_origin_form(scope: Scope) -> Scope:
-    """The request with a path, also if its target is a whole URL, whose host then counts (RFC 9112, section 3.2.2)."""
+    """The request with a path, even if its target is a whole URL, whose host then counts (RFC 9112, section 3.2.2)."""
     scheme, separator, rest = scope["path"].partition("://")
     if not separator or scheme.lower() not in ("http", "https"):
         return scope
@@ -297,7 +295,7 @@ def _in_origin_form(scope: Scope) -> Scope:
 
 
 def _host_name(host: str) -> str:
-    """The name in `host:port`; empty if it is not of that form."""
+    """The name in `host:port`; empty if it has another form."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

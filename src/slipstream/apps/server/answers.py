@@ -1,6 +1,4 @@
-"""Answers as OpenAI's chat and completion objects, whole or chunk by chunk, with their tool calls, as server-sent
-events.
-"""
+"""Answers as OpenAI's chat and completion objects: whole, or in chunks as server-sent events; with their tool calls."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ class AnswerWriter(ABC):
         """A finished choice as an object of a whole answer."""
 
     def note(self, event: Event) -> None:
-        """Take in an event of an answer that is sent whole."""
+        """Handle an event of an answer that is sent whole."""
         self.choices[event.choice].take(event)
 
     async def collect(self) -> dict[str, Any]:
@@ -116,7 +114,7 @@ class AnswerWriter(ABC):
     def _with_reports(
         self, choice: ChoiceState, piece: Piece, earlier: list[dict[str, Any]], new: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The chunks of a piece, the last with the reports on its round, on a text that ends, and on the answer."""
+        """The chunks of a piece, the last with reports on its round, on a finished choice, and on the answer."""
         shows_round = self._shows_rounds and piece.round is not None
         if not new and shows_round:
             new = [self.empty_part(choice)]
@@ -137,7 +135,7 @@ class AnswerWriter(ABC):
         """A choice's part of a chunk without new text."""
 
     def closing(self) -> dict[str, Any] | None:
-        """The chunk after the last, with the usage of the whole request, if it was asked for."""
+        """The chunk after the last, with the usage of the whole request, if requested."""
         return {"choices": [], "usage": usage(self.choices, self._n)} if self._options.include_usage else None
 
     def whole(self) -> dict[str, Any]:
@@ -174,8 +172,8 @@ class AnswerWriter(ABC):
 class ToolWatch:
     """Separates the text of one choice from the tool calls in it.
 
-    tools: those that the request offers; without any, all text is passed on. several: whether an answer may have more
-    than one call; if not, the first is kept.
+    tools: offered by the request; without any, all text is passed on. several: an answer may have more than one call;
+    if false, the first is kept.
     """
 
     def __init__(
@@ -206,7 +204,7 @@ class ToolWatch:
         return ParsedAnswer(content, parsed.calls if self._several else parsed.calls[:1])
 
     def held_back(self, choice: ChoiceState) -> str:
-        """Text of a finished choice without calls that was not passed on."""
+        """Text that was not passed on, of a finished choice without calls."""
         return "" if self._before is None else choice.text[self._passed :]
 
 
@@ -240,7 +238,7 @@ class ChatWriter(AnswerWriter):
         return self._choice(choice, {"role": "assistant", "content": ""})
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
-        """New text, with its log-probabilities; calls before the chunk with the finish reason, as clients expect."""
+        """New text, with its log-probabilities; tool calls come in the chunk before the one with finish_reason."""
         watch = self._watches[piece.choice]
         text, parsed, reason = watch.passed(piece), None, piece.finish_reason
         if reason is not None:
@@ -374,7 +372,7 @@ class CompletionWriter(AnswerWriter):
         return columns
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the chosen one, by text; where two have the same text, the likelier has it."""
+        """The likeliest tokens and the chosen one, by text; of two with the same text, the likelier."""
         named: dict[str, float] = {}
         for token, logprob in entry.top:
             name = self.token_name(token)

@@ -1,4 +1,4 @@
-"""Closes connections that keep others out: those that bring no request, and those whose clients read nothing.
+"""Closes connections that keep others out: those without a request, and those whose clients read nothing.
 
 uvicorn closes only connections that are idle after an answer. It calls `sweep` about ten times a second.
 """
@@ -20,9 +20,9 @@ class _Seen:
 
 
 class ConnectionSweep:
-    """Aborts connections that have not changed for too long, and the longest waiting ones where there are too many.
+    """Aborts connections that have not changed for too long, and the oldest waiting ones if there are too many.
 
-    The deadline of a request's body, and that of its answer, are the application's.
+    The deadlines of a request's body and of its answer are the application's.
     """
 
     def __init__(self, max_connections: int, idle_seconds: float, stalled_seconds: float) -> None:
@@ -31,7 +31,7 @@ class ConnectionSweep:
         self._seen: dict[Any, _Seen] = {}
 
     def sweep(self, connections: Set[Any], now: float) -> None:
-        """Look at all connections, uvicorn's `H11Protocol`. now: seconds on a clock that only goes forward."""
+        """Check all connections, uvicorn's `H11Protocol`. now: seconds on a monotonic clock."""
         before, self._seen = self._seen, {}
         waiting: list[Any] = []  # for a request, or the rest of one
         for connection in connections:

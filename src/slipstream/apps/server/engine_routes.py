@@ -1,4 +1,4 @@
-"""Slipstream's own endpoints: what the engine is doing, and a plain repeat of a text."""
+"""Slipstream's own endpoints: the engine's state, and a replay of a request without drafting."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ INTERVAL_SECONDS = 1.0  # between two states of a stream
 
 
 class ReplayFields(Fields):
-    """`POST /v1/slipstream/replay`. request: the body that was sent; token_ids: the answer's; seed: the receipt's."""
+    """Body of `POST /v1/slipstream/replay`."""
 
-    request: dict[str, Any]
-    token_ids: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
-    seed: Annotated[int, NumberRange(0, (1 << 63) - 1)] | None = None
+    request: dict[str, Any]  # the body that was sent
+    token_ids: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]  # of the answer
+    seed: Annotated[int, NumberRange(0, (1 << 63) - 1)] | None = None  # from the receipt
 
 
 @router.get("/state")
 async def state(http: Request) -> dict[str, Any]:
-    """Rows under way, speed, acceptance, where the time goes, the queue, and the models."""
+    """Rows in progress, speed, acceptance, where the time goes, the queue, and the models."""
     return engine_state(service_of(http))
 
 
@@ -61,7 +61,7 @@ async def events(http: Request) -> Response:
 
 
 def engine_state(service: Service) -> dict[str, Any]:
-    """What `/state` and `/events` report."""
+    """The report of `/state` and `/events`."""
     service.check_ready()
     decoder = service.decoder
     max_rows = decoder.config.max_batch_size
@@ -91,7 +91,7 @@ async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
     try:
         writer = await until_gone(http, service.prepare(live, again))
         if len(live.jobs) != 1:
-            raise refused(f"request: {len(live.jobs)} texts; allowed: one", "request")
+            raise refused(f"request: {len(live.jobs)} outputs; allowed: one", "request")
         service.submit(live, live.jobs)
         begun = monotonic()
         await until_gone(http, writer.collect())
@@ -104,7 +104,7 @@ async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
 
 
 def _plain(fields: ReplayFields) -> ChatFields | CompletionFields:
-    """The request without drafting and streaming, under the seed of its first run."""
+    """The request without drafting and streaming, with the seed of its first run."""
     kind: type[ChatFields | CompletionFields] = ChatFields if "messages" in fields.request else CompletionFields
     changed: dict[str, Any] = {"num_draft_tokens": 0, "stream": False, "prediction": None}  # predictions are drafts
     if fields.seed is not None:

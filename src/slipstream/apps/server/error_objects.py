@@ -36,7 +36,10 @@ RETRY_AFTER_SECONDS = 1  # that clients should wait before they try again
 
 
 class ApiError(Exception):
-    """A request that cannot be answered. status: the HTTP status; param: the field at fault; code: for programs."""
+    """A request that cannot be answered.
+
+    status: the HTTP status; param: the field at fault; code: for programs.
+    """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -60,12 +63,12 @@ class ApiError(Exception):
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The error of a wrong request: status 400, which clients do not repeat."""
+    """The error of a wrong request: status 400, which clients do not retry."""
     return ApiError(400, message, param=param, code=code)
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The refusal or failure that a client sees for any exception; an internal error's message goes only to the log."""
+    """The error that a client sees for an exception; an internal error's message goes only to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
@@ -108,7 +111,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _methods(request: Request) -> list[str]:
-    """The methods of an address; the web framework lists only those of the first route that matches."""
+    """The methods of a path; the web framework lists only those of the first route that matches."""
     routes = (route for route in request.app.state.addresses if route.matches(request.scope)[0] is not Match.NONE)
     return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
 
@@ -117,7 +120,7 @@ def _status_line(status: int, request: Request) -> str:
     """One line about a status of the web framework."""
     path = f"{request.method} {request.scope['path']!r:.80}"
     if status == 404:
-        return f"{path}: there is no such address; allowed: those that GET /openapi.json lists{_nearest(request)}"
+        return f"{path}: no such path; allowed: those that GET /openapi.json lists{_nearest(request)}"
     if status == 405:
         return f"{path}: method not allowed; allowed: {', '.join(_methods(request))}"
     if status == 408:
@@ -128,7 +131,7 @@ def _status_line(status: int, request: Request) -> str:
 
 
 def _nearest(request: Request) -> str:
-    """The end of a message, which suggests the address that was probably meant, if there is one."""
+    """A suggestion of the path that was probably meant, as the end of a message; "" if there is none."""
     sent = request.scope["path"].rstrip("/")
     if sent.startswith(("/v1/files", "/v1/batches")):
         return "; the command `slipstream batch` answers files of requests"
@@ -139,7 +142,7 @@ def _nearest(request: Request) -> str:
 
 
 def _body_problem(cause: BaseException | None, request: Request) -> str:
-    """Why a body could not be read."""
+    """The reason why a body could not be read."""
     if coding := request.headers.get("content-encoding"):
         return f"the request body has content-encoding {coding!r:.40}; allowed: none"
     if isinstance(cause, UnicodeDecodeError):
@@ -159,21 +162,21 @@ WORDING = (
     (r"greater than or equal to (\S+)", r"\1 or more"),
     (r"less than or equal to (\S+)", r"\1 or less"),
     (r"a valid integer.*", "a whole number"),
-    (r"a valid string", "a text"),
+    (r"a valid string", "a string"),
     (r"a valid list", "a list"),
     (r"a valid boolean.*", "true or false"),
     (r" after validation, not \d+", ""),
 )
 MAX_SHOWN = 60  # characters of a value
-KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
+KINDS: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
 QUOTED = re.compile(r"'([^']*)'")
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:
     """The first of pydantic's complaints, with the value that was sent unless it may be a user's text.
 
-    For a field that takes several kinds of values, pydantic reports why each kind does not fit. The client probably
-    meant the kind whose mistake lies deepest, or the kind that fits except for its size.
+    For a field of several types, pydantic reports why each type does not fit. The client probably meant the type whose
+    mistake lies deepest, or the type that fits except for its size.
     """
     field = _address(errors[0])[:1]
     field_errors = [error for error in errors if _address(error)[:1] == field]
@@ -187,7 +190,7 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
         return refused(f"{what} has a lone surrogate; allowed: valid Unicode", _without_indexes(place))
     value, near = first["input"], ""
     if place[:1] == ["prompt"] and is_wrong_kind and len(field_errors) > 1:  # some addresses allow lists, too
-        forms = "a text, a list of texts, token ids, or lists of token ids"
+        forms = "a string, a list of strings, token ids, or lists of token ids"
         return refused(f"{sent('prompt', value)}; allowed: {forms}", "prompt")
     if not place and first["type"] == "model_attributes_type":
         problem = "is not sent as application/json" if isinstance(value, bytes) else f"is {kind_of(value)}"
@@ -197,7 +200,7 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
         return refused(f"the request body is not valid JSON at character {first['loc'][1]}: {reason}")
     if first["type"] == "missing":
         return refused(
-            f"{name or 'request body'} is missing{misspelt(str(place[-1]), first['input']) if place else ''}", name
+            f"{name or 'request body'} is missing{misspelled(str(place[-1]), first['input']) if place else ''}", name
         )
     same_place = [error for error in field_errors if _address(error) == place] if is_wrong_kind else [first]
     allowed = [_allowed(error) for error in same_place]
@@ -209,14 +212,14 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
 
 
 def sent(name: str, value: Any, *, is_text_shown: bool = False) -> str:
-    """The beginning of a refusal: a field and its value. Of a text that a user may have written, only the kind."""
+    """The beginning of a refusal: a field and its value; only the type of a value that a user may have written."""
     if type(value) in KINDS and not (is_text_shown and type(value) is str):
         return f"{name}: {kind_of(value)}"
     return f"{name}={shortened(json.dumps(value))}"
 
 
 def kind_of(value: Any) -> str:
-    """What a text, list or object is, in words; any other JSON value as it is written."""
+    """The type of a string, list or object, in words; any other JSON value as it is written."""
     kind = KINDS.get(type(value), "") or shortened(json.dumps(value))
     return f"an empty {kind.split()[-1]}" if value in ("", [], {}) else kind
 
@@ -227,7 +230,7 @@ def shortened(text: str) -> str:
 
 
 def _without_indexes(place: Sequence[str | int]) -> str | None:
-    """The address of the field itself, without indexes of list items at its end."""
+    """The path of the field itself, without indexes of list items at its end."""
     end = len(place)
     while end and isinstance(place[end - 1], int):
         end -= 1
@@ -235,18 +238,18 @@ def _without_indexes(place: Sequence[str | int]) -> str | None:
 
 
 def _address(error: Any) -> list[str | int]:
-    """The fields and indexes that lead to a mistake, without pydantic's names for kinds of values."""
+    """The fields and indexes that lead to a mistake, without pydantic's names for types of values."""
     place = [part for index, part in enumerate(error["loc"]) if index or part not in SOURCES]
     return [part for part in place if isinstance(part, int) or (_is_name(part) and part not in BRANCHES)]
 
 
 def _is_name(part: str) -> bool:
-    """Whether this is a field, a key or an index; names of kinds have other characters, or begin like classes."""
+    """True for a field, a key or an index; names of types have other characters, or begin like classes."""
     return part.isdecimal() or (part.isidentifier() and not part[0].isupper())
 
 
 def _allowed(error: Any) -> str:
-    """What is allowed, in our words; pydantic would call objects by the names of our classes."""
+    """The allowed values in our words; pydantic would call objects by the names of our classes."""
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return "an object"
     text = str(error["msg"])
@@ -255,7 +258,7 @@ def _allowed(error: Any) -> str:
     return text
 
 
-def misspelt(name: str, fields: Any) -> str:
-    """A hint at a field that was sent and is probably the missing field `name`, misspelt; empty if there is none."""
+def misspelled(name: str, fields: Any) -> str:
+    """A hint at a field that was sent and is probably the missing field `name`, misspelled; "" if there is none."""
     near = get_close_matches(name, list(fields), 1, 0.7) if isinstance(fields, dict) else []
-    return f"; is {near[0]!r} meant for it?" if near else ""
+    return f"; did you misspell it as {near[0]!r}?" if near else ""

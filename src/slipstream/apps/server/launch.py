@@ -1,4 +1,4 @@
-"""Starts a server, and ends it: SIGTERM, SIGHUP or Ctrl-C lets running requests finish; a second signal does not."""
+"""Starts and stops a server: SIGTERM, SIGHUP or Ctrl-C lets running requests finish; a second signal does not."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ FORCED_SECONDS = 2.0  # that a step under way may still take after a second sign
 class Server(uvicorn.Server):
     """A web server that lets requests finish before it ends.
 
-    on_ready: called with the server once the models are loaded. cores: where its own thread may run; see `free_thread`.
-    last_resort: called at each signal, with the seconds after which the process must have ended. failure: the
-    error that ended the engine, and with it the server.
+    on_ready: called with the server once the models are loaded. cores: for its own thread; see `free_thread`.
+    last_resort: called at each signal with the seconds until the process must have ended.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Server(uvicorn.Server):
         self._last_resort = last_resort
         self._connections = ConnectionSweep(MAX_CONNECTIONS, settings.keep_alive_timeout, settings.request_timeout)
         self.service: Service | None = None
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # ended the engine, and with it the server
         self._listens = False
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -89,18 +88,18 @@ class Server(uvicorn.Server):
         self._announce()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called about ten times a second; returns whether to end."""
+        """Called about ten times a second; returns True to end."""
         self._connections.sweep(self.server_state.connections, asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
     def _announce(self) -> None:
-        """Call `on_ready` once the models are loaded and the address is known, whichever comes last."""
+        """Call `on_ready` once the models are loaded and the address is known, whichever is later."""
         if self._listens and self.service is not None and self.service.state == "ready":
             self._ready(self)
 
     @property
     def url(self) -> str:
-        """The server's address, as programs on this machine can call it."""
+        """The server's address for programs on this machine."""
         addresses = [socket.getsockname() for server in self.servers for socket in server.sockets]
         host = self.settings.host.strip("[]")
         if is_address(host) and ip_address(host).is_unspecified:  # it listens on every address of this machine
@@ -113,7 +112,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins a shutdown, the second ends the server at once; a closed terminal sends several."""
+        """Begin a shutdown at the first signal, end at once at the second; a closed terminal sends several."""
         if self._draining is not None and sig == HANGUP:
             return
         if self._draining is not None or self._loop is None:
@@ -123,7 +122,7 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.begin_shutdown)
 
     def begin_shutdown(self) -> None:
-        """Refuse new requests, let the others finish, then end. Called on the event loop."""
+        """Refuse new requests, let the others finish, then end; called on the event loop."""
         if self._draining is None:
             self._last_resort(self.settings.drain_timeout + CLOSING_SECONDS)
             self._draining = asyncio.ensure_future(self._drain())
@@ -164,15 +163,15 @@ def serve(
 
 
 def _end_in(seconds: float) -> None:
-    """End the process after so many seconds, even if one of its threads never lets others run."""
-    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # nobody needs the traceback
+    """End the process after this many seconds, even if one of its threads never lets others run."""
+    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # discards the traceback
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
 def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """Exclude all objects that exist by now from garbage collection, until `serve` ends; returns the decoder.
+    """Exclude all existing objects from garbage collection until `serve` ends; returns the decoder.
 
-    A collection that visits all of them would stop every stream meanwhile.
+    A collection that visits all of them would stall every stream.
     """
     gc.collect()
     gc.freeze()
@@ -180,7 +179,7 @@ def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
 
 
 def _allow_files(count: int) -> None:
-    """Let the process have so many files and connections open, if the system's hard limit allows it."""
+    """Raise the process's limit of open files and connections to this many, if the hard limit allows it."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -192,7 +191,7 @@ def _allow_files(count: int) -> None:
 
 
 def _listening(settings: ServerSettings) -> socket.socket:
-    """A socket that listens at the address; opened before models are loaded, so that a taken port is known early."""
+    """A socket that listens at the address; opened before models are loaded, so that a taken port is found early."""
     host = settings.host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

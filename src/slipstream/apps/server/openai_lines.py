@@ -1,7 +1,7 @@
-"""Answers the lines of a job that have OpenAI's batch format, as the server's endpoints would.
+"""Answers job lines in OpenAI's batch format, as the server's endpoints would.
 
-An answer depends on nothing but its request and the model: what differs from run to run (times, the statistics of
-drafts, which prompt tokens were cached) is left out, and `created` is 0.
+An answer depends only on its request and the model: whatever differs between runs (times, statistics of drafts, cached
+prompt tokens) is left out, and `created` is 0.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class OpenAILines:
         self._decoder = decoder
         self.tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)
         self._facts = ModelFacts.of(decoder, options.model_name)
-        self._rows = RowMaker.of(decoder, ServerSettings(max_model_len=0))
+        self._rows = RowMaker.for_decoder(decoder, ServerSettings(max_model_len=0))
         self._named = set[str]()  # fields without effect that are in the log already
 
     def request_of(self, line: Line, digest: str) -> OpenAIRequest:
-        """The rows of a line; ApiError or UsageError says what is not allowed."""
+        """The rows of a line; ApiError or UsageError if it is not allowed."""
         fields = _fields(line)
         check_model(self._facts.name, fields.model)
         live = LiveRequest(str(line.item["url"]), id=digest)
@@ -73,14 +73,15 @@ class OpenAILines:
 
 
 def _fields(line: Line) -> ChatFields | CompletionFields:
-    """The request of a line; ApiError says what is not allowed."""
+    """The request of a line; ApiError if it is not allowed."""
     item = line.item
     if unknown := [name for name in item if name not in LINE_FIELDS]:
         near = did_you_mean(str(unknown[0]), *LINE_FIELDS)
         raise refused(f"unknown field {unknown[0]!r:.80}; allowed: {', '.join(LINE_FIELDS)}{near}", unknown[0])
     if item.get("method", "POST") != "POST":
         raise refused(f"method={item['method']!r:.80}; allowed: 'POST'", "method")
-    url, body = item.get("url"), item.get("body")
+    url = item.get("url")
+    body = item.get("body")
     if not isinstance(url, str) or url not in URLS:
         near = did_you_mean(str(url), *URLS)
         raise refused(f"url={url!r:.80}; allowed: {', '.join(URLS)}{near}", "url")

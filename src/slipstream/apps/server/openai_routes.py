@@ -1,6 +1,4 @@
-"""OpenAI's endpoints, from a request to its answer, whole or as a stream; and endpoints for models, tokens, health,
-version and metrics.
-"""
+"""OpenAI's endpoints, from a request to its answer; and endpoints for models, tokens, health, version and metrics."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ def _over(service: Service, live: LiveRequest, status: int) -> None:
 
 
 def log_answer(live: LiveRequest, status: int, reason: str = "") -> None:
-    """One line per request: numbers, the key's name and why it failed, but no prompts and answers."""
+    """Log one line per request: numbers, the key's name and any failure, but no prompts or answers."""
     rows = [job.row for job in live.jobs]
     log.info(
         "request id=%s endpoint=%s status=%d key=%s rows=%d prompt_tokens=%d tokens=%d seconds=%.3f%s",
@@ -95,7 +93,7 @@ def log_answer(live: LiveRequest, status: int, reason: str = "") -> None:
 
 
 async def until_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work, which is cancelled if the client leaves."""
+    """The result of a coroutine, which is cancelled if the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(until_disconnected(http.receive))
     try:
@@ -112,7 +110,7 @@ router = APIRouter()
 
 
 def service_of(http: Request) -> Service:
-    """The service behind an app."""
+    """The service of an app."""
     service: Service = http.app.state.service
     return service
 
@@ -147,17 +145,17 @@ def _card(service: Service) -> dict[str, Any]:
 @router.post("/tokenize", response_model=None, responses=answers(Tokenized))
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
-    """Token ids of a text, or of messages in the model's chat format."""
+    """Token ids of a string, or of messages in the model's chat format."""
     service = service_of(http)
     service.check_ready()
     check_model(service.facts.name, fields.model)
     check_extra(fields)
     if (fields.prompt is None) == (fields.messages is None):
-        what = "prompt and messages are missing" if fields.prompt is None else "prompt beside messages"
+        what = "prompt and messages are missing" if fields.prompt is None else "prompt with messages"
         raise refused(f"{what}; allowed: one of them", "prompt")
     for name in ConversationFields.model_fields if fields.messages is None else ():
         if getattr(fields, name) is not None:
-            raise refused(f"{name} beside prompt; allowed: beside messages", name)
+            raise refused(f"{name} with prompt; allowed: with messages", name)
 
     plain = service.settings.no_special_tokens_in_prompts
 
@@ -218,7 +216,7 @@ async def tokenizer_info(http: Request) -> dict[str, Any]:
 @router.get("/health", responses=HEALTH)
 @router.get("/ping", include_in_schema=False)
 async def health(http: Request) -> JSONResponse:
-    """Whether requests are answered: 503 while loading, stalled or shutting down, and after the engine has ended."""
+    """Readiness: 503 while loading, stalled or shutting down, and after the engine has ended."""
     service = service_of(http)
     status = "stalled" if service.is_stalled else service.state
     ready = status == "ready" and service.engine is not None and service.engine.is_alive
@@ -227,20 +225,20 @@ async def health(http: Request) -> JSONResponse:
 
 @router.get("/live", responses=HEALTH)
 async def live(http: Request) -> JSONResponse:
-    """Whether the process is worth keeping: 503 once the engine has ended."""
+    """Liveness: 503 once the engine has ended."""
     state = service_of(http).state
     return JSONResponse({"status": state}, 503 if state == "ended" else 200)
 
 
 @router.get("/version", response_model=None, responses=answers(Version))
 async def version() -> dict[str, str]:
-    """The version of Slipstream that runs."""
+    """The running version of Slipstream."""
     return {"version": __version__}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
-    """Figures of the server as Prometheus reads them."""
+    """Metrics for Prometheus."""
     service = service_of(http)
     service.check_ready()
     running, max_rows = service.engine_status.num_running, service.decoder.config.max_batch_size

@@ -26,24 +26,19 @@ AFFINITY = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSpec:
-    """The `args` of a Serve configuration.
-
-    decoder, server: fields of `DecoderConfig` and `ServerSettings`. replicas: how many, or {"min": 1, "max": 4}.
-    num_cpus, num_gpus: of each. session_affinity: requests with the same `x-session-id` go to the same replica, which
-    has their prompts in its KV cache.
-    """
+    """The `args` of a Serve configuration."""
 
     target: str
     draft: str | None = None
-    decoder: Mapping[str, Any] = field(default_factory=dict)
-    server: Mapping[str, Any] = field(default_factory=dict)
-    replicas: int | Mapping[str, int] = 1
-    num_cpus: float = 1
-    num_gpus: float = 0
-    session_affinity: bool = False
+    decoder: Mapping[str, Any] = field(default_factory=dict)  # fields of `DecoderConfig`
+    server: Mapping[str, Any] = field(default_factory=dict)  # fields of `ServerSettings`
+    replicas: int | Mapping[str, int] = 1  # number, or {"min": 1, "max": 4}
+    num_cpus: float = 1  # of each replica
+    num_gpus: float = 0  # of each replica
+    session_affinity: bool = False  # requests with the same `x-session-id` share a replica and its KV cache
 
     @classmethod
-    def of(cls, args: Mapping[str, Any]) -> ServeSpec:
+    def from_args(cls, args: Mapping[str, Any]) -> ServeSpec:
         """Check the arguments; UsageError names a wrong one."""
         names = [f.name for f in fields(cls)]
         check_known("unknown argument", args, names)
@@ -73,7 +68,7 @@ class ServeSpec:
         return ServerSettings(**values)
 
     def scale(self) -> dict[str, Any]:
-        """The number of replicas as Serve wants it."""
+        """The number of replicas in Serve's form."""
         if isinstance(self.replicas, int) and not isinstance(self.replicas, bool) and self.replicas >= 1:
             return {"num_replicas": self.replicas}
         if isinstance(self.replicas, Mapping) and set(self.replicas) == {"min", "max"}:
@@ -83,7 +78,7 @@ class ServeSpec:
         raise UsageError(f'replicas={self.replicas!r}; allowed: a whole number, 1 or more, or {{"min": N, "max": N}}')
 
     def load(self) -> SpeculativeDecoder:
-        """The decoder, in the replica's engine thread."""
+        """Make the decoder, in the replica's engine thread."""
         return SpeculativeDecoder(self.target, self.draft, **vars(self.config))
 
 
@@ -94,7 +89,7 @@ def app(args: Mapping[str, Any]) -> Any:
         from ray.serve.config import RequestRouterConfig
     except ImportError as error:
         raise SlipstreamError(f"Ray Serve needs {error.name}; run: pip install 'ray[data,serve]' pyarrow") from error
-    spec = ServeSpec.of(args)
+    spec = ServeSpec.from_args(args)
 
     def build() -> FastAPI:
         """Called in each replica."""

@@ -1,6 +1,4 @@
-"""From a request's fields to token ids, tools and `SamplingParams`. Runs in the text pool, where each thread has a
-tokenizer.
-"""
+"""Turns a request's fields into token ids, tools and `SamplingParams`. Runs in the text pool."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.apps.server.error_objects import misspelt, refused, sent
+from slipstream.apps.server.error_objects import misspelled, refused, sent
 from slipstream.apps.server.schemas import (
     MAX_ROWS,
     THOUGHTS,
@@ -77,18 +75,18 @@ def _check_tool(place: str, tool: dict[str, Any]) -> None:
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
         raise refused(
-            f"{place}.function.name: {name!r:.40}; allowed: a text of at most {MAX_NAME_LENGTH} characters",
+            f"{place}.function.name: {name!r:.40}; allowed: a string of at most {MAX_NAME_LENGTH} characters",
             f"{place}.function.name",
         )
     if not isinstance(function.get("description", ""), str | None):
         what = sent(f"{place}.function.description", function["description"])
-        raise refused(f"{what}; allowed: a text", f"{place}.function.description")
+        raise refused(f"{what}; allowed: a string", f"{place}.function.description")
     _check_parameters(f"{place}.function.parameters", function.get("parameters"))
     check_json(place, tool)
 
 
 def check_json(place: str, value: Any) -> None:
-    """Refuse values that templates and tokenizers cannot write: lone surrogates, and JSON that is nested too deep."""
+    """Refuse values that templates and tokenizers cannot write: lone surrogates, and JSON that is nested too deeply."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -131,19 +129,19 @@ def forced_tools(fields: ConversationFields, tools: list[dict[str, Any]]) -> lis
 
 @dataclass(frozen=True)
 class Rendered:
-    """One prompt. text: as it was sent; None for ids and cut texts. messages: for draft models with another format."""
+    """One prompt."""
 
     ids: list[int]
-    text: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    text: str | None = None  # as it was sent; None for ids and cut prompts
+    messages: list[dict[str, Any]] | None = None  # for draft models with another format
 
 
 def rendered_prompts(
     fields: CompletionFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False
 ) -> list[Rendered]:
-    """The prompts of a completions request: a text, a list of texts, ids, or a list of lists of ids.
+    """The prompts of a completions request: a string, a list of strings, ids, or a list of lists of ids.
 
-    plain_texts: refuse texts that have special tokens; ids are taken as they are.
+    plain_texts: refuse strings that have special tokens; ids are taken as they are.
     """
     sent = fields.prompt
     if isinstance(sent, str):
@@ -152,25 +150,25 @@ def rendered_prompts(
         prompts = [sent] if sent and isinstance(sent[0], int) else list(sent)
     if not prompts:
         raise refused("prompt is an empty list; allowed: at least one prompt", "prompt")
-    if len(prompts) * (fields.n or 1) > MAX_ROWS:  # before any is tokenised
-        raise refused(f"{len(prompts)} prompts with n={fields.n or 1}; allowed: at most {MAX_ROWS} texts", "n")
+    if len(prompts) * (fields.n or 1) > MAX_ROWS:  # before any is tokenized
+        raise refused(f"{len(prompts)} prompts with n={fields.n or 1}; allowed: at most {MAX_ROWS} outputs", "n")
     if plain_texts:
         check_plain([("prompt", text) for text in prompts if isinstance(text, str)], tokenizer)
     return [_prompt(prompt, fields, tokenizer) for prompt in prompts]
 
 
 def check_plain(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer | None) -> None:
-    """Refuse texts with special tokens, which could end a turn and begin another. texts: pairs of field and text."""
+    """Refuse strings with special tokens, which could end a turn and begin another. texts: (field, string) pairs."""
     special = tokenizer.special_ids() if isinstance(tokenizer, TokenizerDetails) else frozenset[int]()
     for name, text in texts:
         check_text(name, text)
         if specials := special.intersection(_needed(tokenizer).bare(text)):
             token = next(word for word, number in _needed(tokenizer).vocabulary().items() if number in specials)
-            raise refused(f"{name} has the special token {token!r:.80}; allowed: texts without special tokens", name)
+            raise refused(f"{name} has the special token {token!r:.80}; allowed: strings without special tokens", name)
 
 
 def _texts_of(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, keys included, however deep it is."""
+    """All strings in a JSON value, keys included, however deep it is."""
     values = [value]
     while values:
         value = values.pop()
@@ -195,7 +193,7 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
 def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False) -> Rendered:
     """The conversation of a chat request, rendered by the model's template; without one its texts, line by line.
 
-    plain_texts: refuse texts that have special tokens.
+    plain_texts: refuse strings that have special tokens.
     """
     messages, ids = rendered_messages(fields, tokenizer, plain_texts=plain_texts)
     is_plain = (  # else another model's chat format may have no form for it
@@ -210,7 +208,7 @@ def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, *, plain_text
 def rendered_messages(
     fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """The messages of a conversation as a chat template reads them, and their token ids."""
+    """The messages of a conversation in the form that a chat template reads, and their token ids."""
     read = _message_fields(tokenizer)
     messages = [_message(number, message, read) for number, message in enumerate(fields.messages or ())]
     tools = () if fields.tool_choice == "none" else checked_tools(fields)
@@ -228,7 +226,7 @@ def rendered_messages(
     has_opening = True if fields.add_generation_prompt is None else fields.add_generation_prompt
     is_continued = bool(fields.continue_final_message)
     if is_continued and fields.add_generation_prompt:
-        raise refused("continue_final_message beside add_generation_prompt; allowed: one", "continue_final_message")
+        raise refused("continue_final_message with add_generation_prompt; allowed: one", "continue_final_message")
     variables = fields.chat_template_kwargs or {}
     form = ChatForm(tools, has_opening and not is_continued, is_continued, fields.reasoning_effort, variables)
     return messages, _needed(tokenizer).chat(messages, form)
@@ -241,13 +239,14 @@ def _message_fields(tokenizer: Tokenizer | None) -> frozenset[str]:
 
 
 def count_unknown_fields(fields: Fields, tokenizer: Tokenizer | None, named: set[str]) -> int:
-    """How many fields of a request have no effect; the log names each once. named: fields that it has named already."""
+    """Number of a request's fields without effect; the log names each once. named: fields named already."""
     read, count = _message_fields(tokenizer), 0
     for place, part in nested(fields):
         for name in part.extra:
             if name in part.REFUSED or (isinstance(part, MessageFields) and name in read):
                 continue
-            count, kind = count + 1, NUMBER.sub("", place + name)
+            count = count + 1
+            kind = NUMBER.sub("", place + name)
             if kind not in named and len(named) < MAX_NAMED and name not in part.SILENT:
                 named.add(kind)
                 near = did_you_mean(name, *type(part).model_fields) or "; it is unknown"
@@ -284,7 +283,7 @@ def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read
 
 
 def check_tools_read(tokenizer: Tokenizer | None) -> None:
-    """Refuse tools where the chat template would leave them out."""
+    """Refuse tools if the chat template would leave them out."""
     if not isinstance(tokenizer, TokenizerDetails) or not tokenizer.has_chat_template:
         return
     if "tools" not in tokenizer.template_variables():
@@ -301,10 +300,10 @@ def _lines(
 
 
 def _message(number: int, message: MessageFields, read: frozenset[str]) -> dict[str, Any]:
-    """A message as chat templates read it. read: names of further fields that this model's template reads."""
+    """A message in the form of chat templates. read: names of further fields that this model's template reads."""
     name = f"messages.{number}.content"
     if message.content in (None, []) and not (message.content is None and _speaks_otherwise(message)):
-        near = misspelt("content", message.extra) or "; allowed: a text, or parts of one"
+        near = misspelled("content", message.extra) or "; allowed: a string, or text parts"
         raise refused(f"{name} is {json.dumps(message.content)}{near}", name)
     rendered: dict[str, Any] = {
         name: value for name, value in message.extra.items() if name in read - message.REFUSED.keys()
@@ -323,7 +322,7 @@ def _message(number: int, message: MessageFields, read: frozenset[str]) -> dict[
 
 
 def _speaks_otherwise(message: MessageFields) -> bool:
-    """Whether an assistant's message without content has tool calls or reasoning."""
+    """True if an assistant's message without content has tool calls or reasoning."""
     return message.role == "assistant" and bool(message.tool_calls or any(map(message.extra.get, THOUGHTS)))
 
 
@@ -334,7 +333,7 @@ def content_text(content: str | list[ContentPart] | None, name: str, between: st
             if part.type != "text":
                 raise refused(f"{name} has a part of type {part.type!r:.40}; allowed: 'text'", name)
             if part.text is None:
-                raise refused(f"{name}.{number} has no text; allowed: a text", f"{name}.{number}")
+                raise refused(f"{name}.{number} has no text; allowed: a string", f"{name}.{number}")
         content = between.join(part.text or "" for part in content)
     check_text(name, content or "")
     return content or ""
@@ -380,7 +379,7 @@ class AllowedTokens:
 def sampling_params(
     fields: SamplingFields, max_tokens: int, vocab_size: int, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """The options of a request's rows, except `n`. ApiError or UsageError names the field that cannot be met."""
+    """The options of a request's rows, except `n`. ApiError or UsageError names a field that cannot be honored."""
     check_supported(fields)
     options: dict[str, Any] = {name: getattr(fields, name) for name in SAME_NAMES if getattr(fields, name) is not None}
     options["temperature"] = 1.0 if fields.temperature is None else fields.temperature
@@ -403,7 +402,7 @@ def sampling_params(
 
 
 def wanted_logprobs(fields: SamplingFields) -> int | None:
-    """How many of the likeliest tokens to report beside each token; None for no log-probabilities."""
+    """Number of top log-probabilities to report per token; None for no log-probabilities."""
     if isinstance(fields, CompletionFields):
         return fields.logprobs
     if isinstance(fields, ChatFields) and fields.logprobs:
@@ -421,7 +420,7 @@ def check_supported(fields: SamplingFields) -> None:
     for name in sorted(other.model_fields.keys() & extra.keys()):
         if says_something(extra[name]):
             hint = ", here it is max_tokens" if name == "max_completion_tokens" else ""
-            raise refused(f"{name} is no field of this address; allowed: on /v1/{address}{hint}", name)
+            raise refused(f"{name} is not a field of this endpoint; allowed: on /v1/{address}{hint}", name)
     if fields.best_of not in (None, fields.n or 1):
         raise refused(f"best_of={fields.best_of}; allowed: the same as n", "best_of")
     if isinstance(fields, CompletionFields) and fields.suffix:
@@ -439,12 +438,12 @@ def check_extra(fields: Fields) -> None:
 
 
 def predicted_text(fields: SamplingFields) -> str | None:
-    """The text that the answer is expected to resemble, its parts one after the other."""
+    """The expected answer, its parts joined."""
     if fields.prediction is None:
         return None
     name = "prediction.content"
     if not (text := content_text(fields.prediction.content, name, between="")):
-        raise refused(f"{name} is empty; allowed: a text, or no prediction", name)
+        raise refused(f"{name} is empty; allowed: a string, or no prediction", name)
     return text
 
 

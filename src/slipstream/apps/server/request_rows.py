@@ -1,4 +1,4 @@
-"""From a request to its rows and the writer of its answer; knows neither HTTP nor the engine.
+"""Turns a request into its rows and the writer of its answer; knows neither HTTP nor the engine.
 
 Lengths, seeds and options are checked before anything is queued. If the request demands a form of its answer (JSON, a
 grammar, calls of its tools), the rows get a constraint.
@@ -15,7 +15,7 @@ from typing import Any
 
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter, ChatWriter, CompletionWriter
-from slipstream.apps.server.error_objects import ApiError, misspelt, refused
+from slipstream.apps.server.error_objects import ApiError, misspelled, refused
 from slipstream.apps.server.live_request import Job, LiveRequest
 from slipstream.apps.server.request_reading import (
     Rendered,
@@ -53,7 +53,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default of the completions endpoint
 
 @contextmanager
 def errors_named(field: str) -> Iterator[None]:
-    """Let refusals of constraints name the request's field."""
+    """Name the request's field in refusals of constraints."""
     try:
         yield
     except UsageError as error:
@@ -77,12 +77,12 @@ def form_field(fields: SamplingFields) -> str | None:
     if isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto"):
         names.append("tool_choice")
     if len(names) > 1:
-        raise refused(f"{names[0]} beside {names[1]}; allowed: one of them", names[0])
+        raise refused(f"{names[0]} with {names[1]}; allowed: one of them", names[0])
     return names[0] if names else None
 
 
 def compiles_slowly(fields: SamplingFields) -> bool:
-    """Whether a request's constraint may take seconds to compile. ApiError if several fields ask for one."""
+    """True if a request's constraint may take seconds to compile. ApiError if several fields set one."""
     if form_field(fields) is None:
         return False
     has_tools = isinstance(fields, ChatFields) and fields.tools and fields.tool_choice != "none"
@@ -95,7 +95,7 @@ def compiles_slowly(fields: SamplingFields) -> bool:
 
 
 def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Constraint | None:
-    """The constraint of a request's rows; ApiError names the field that cannot be met."""
+    """The constraint of a request's rows; ApiError names a field that cannot be honored."""
     tools = checked_tools(fields) if isinstance(fields, ChatFields) else []
     field = form_field(fields)
     if field is None:
@@ -125,7 +125,7 @@ def _response_schema(fields: SamplingFields) -> dict[str, Any]:
     named = form.json_schema
     if named is None or named.json_schema is None:
         name = "response_format.json_schema"
-        near = "" if named is None else misspelt("schema", named.extra)
+        near = "" if named is None else misspelled("schema", named.extra)
         raise refused(
             f'{name}.schema is missing; allowed: {{"json_schema": {{"name": ..., "schema": {{...}}}}}}{near}', name
         )
@@ -188,12 +188,12 @@ def _body(form: CallForm, name: str, arguments: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A text as a literal of a grammar."""
+    """A string as a literal of a grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object; a tool without parameters takes none."""
+    """The schema of a tool's arguments, an object; a tool without parameters takes none."""
     parameters = tool["function"].get("parameters")
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -219,7 +219,7 @@ class RowMaker:
     grammars: CompiledGrammars
 
     @classmethod
-    def of(cls, decoder: SpeculativeDecoder, settings: ServerSettings) -> RowMaker:
+    def for_decoder(cls, decoder: SpeculativeDecoder, settings: ServerSettings) -> RowMaker:
         """A maker with its own grammars and tokenizer, since requests are read while the engine runs."""
         target = replace(decoder.target, tokenizer=deepcopy(decoder.tokenizer))
         return cls(decoder, settings, CompiledGrammars(target, target.backend.vocab_size))
@@ -231,7 +231,7 @@ class RowMaker:
         return min(context, self.settings.max_model_len) if self.settings.max_model_len else context
 
     def check_sizes(self, fields: ChatFields | CompletionFields, tokenizer: Tokenizer | None) -> None:
-        """Refuse texts that are too long whatever their tokens are, before they are tokenised."""
+        """Refuse prompts that are too long whatever their tokens are, before they are tokenized."""
         if tokenizer is None:
             return
         texts = [("prediction", [predicted_text(fields) or ""])]
@@ -250,9 +250,9 @@ class RowMaker:
     def jobs(
         self, live: LiveRequest, fields: SamplingFields, prompts: Sequence[Rendered], tokenizer: Tokenizer | None
     ) -> list[Job]:
-        """One job per prompt and choice, in the order of choices. UsageError or ApiError says what is not allowed.
+        """One job per prompt and choice, in the order of choices. UsageError or ApiError if one is not allowed.
 
-        tokenizer: of the calling thread; the decoder's own is the engine's, which decodes with it.
+        tokenizer: of the calling thread; the decoder's own belongs to the engine, which decodes with it.
         """
         jobs: list[Job] = []
         for number, prompt in enumerate(prompts):
@@ -322,7 +322,7 @@ class RowMaker:
 
 
 def check_model(name: str, asked_model: str | None) -> None:
-    """Refuse requests for another model than the one of this name."""
+    """Refuse requests for a model other than this one."""
     if asked_model not in (None, "", name):
         raise ApiError(
             404,

@@ -1,4 +1,4 @@
-"""What clients may send and what answers look like, for validation and the OpenAPI document.
+"""The schemas of requests and answers, for validation and the OpenAPI document.
 
 Fields are OpenAI's, vLLM's at the top level, and Slipstream's own.
 """
@@ -121,14 +121,14 @@ WHY: dict[int | str, str] = {
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The bounds of a number, which a refusal names together. excludes_low: whether `low` itself is too low.
+    """The bounds of a number, which a refusal names together.
 
-    Booleans are refused, and texts unless `from_text`; pydantic would take both for numbers.
+    Booleans are refused, and strings unless `from_text`; pydantic would accept both as numbers.
     """
 
     low: float | None = None
     high: float | None = None
-    excludes_low: bool = False
+    excludes_low: bool = False  # `low` itself is too low
     from_text: bool = False
 
     def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -163,15 +163,11 @@ Text = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Fields(BaseModel):
-    """Unknown fields are kept apart in `model_extra`.
-
-    REFUSED: fields that are not supported and would change the answer, with the reason. SILENT: fields without effect
-    that the log need not name.
-    """
+    """Base of request schemas: unknown fields are kept apart in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
-    REFUSED: ClassVar[Mapping[str, str]] = {}
-    SILENT: ClassVar[frozenset[str]] = frozenset()
+    REFUSED: ClassVar[Mapping[str, str]] = {}  # unsupported fields that would change the answer, with the reason
+    SILENT: ClassVar[frozenset[str]] = frozenset()  # fields without effect that the log need not name
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -180,12 +176,12 @@ class Fields(BaseModel):
 
 
 def says_something(value: Any) -> bool:
-    """Whether a field's value asks for anything; clients send null, false and empty values for unused fields."""
+    """True if a field's value asks for anything; clients send null, false and empty values for unused fields."""
     return value is not None and value is not False and value not in ([], {}, "")
 
 
 def nested(fields: Fields, place: str = "") -> Iterator[tuple[str, Fields]]:
-    """All objects in a request, itself included, each with the prefix of its fields' addresses."""
+    """All objects in a request, itself included, each with the prefix of its fields' paths."""
     yield place, fields
     for name in type(fields).model_fields:
         value = getattr(fields, name)
@@ -199,7 +195,7 @@ def nested(fields: Fields, place: str = "") -> Iterator[tuple[str, Fields]]:
 
 
 class StreamOptions(Fields):
-    """What else a stream reports."""
+    """Extra reports of a stream."""
 
     SILENT = frozenset({"include_obfuscation"})
 
@@ -226,14 +222,14 @@ Parts = Annotated[list[ContentPart], FAIL_FAST]
 
 
 class PredictionFields(Fields):
-    """A text that the answer is expected to resemble."""
+    """The expected answer."""
 
     type: Literal["content"]
     content: str | Parts
 
 
 class NamedSchema(Fields):
-    """A schema as `response_format` has it."""
+    """A schema in the form of `response_format`."""
 
     name: Any = None
     description: Any = None
@@ -257,16 +253,16 @@ class StructuredOutputs(Fields):
     """vLLM's constraints of the answer, of which a request has one."""
 
     json_schema: Annotated[
-        dict[str, Any] | str | None, Field(alias="json", description="A schema, or its JSON text.")
+        dict[str, Any] | str | None, Field(alias="json", description="A schema, or its JSON as a string.")
     ] = None
     json_object: Annotated[StrictBool | None, Field(description="Any JSON object.")] = None
     regex: Annotated[str | None, Field(description="In Rust's syntax, without look-around.")] = None
-    choice: Annotated[list[str] | None, Field(fail_fast=True, description="The allowed texts.")] = None
+    choice: Annotated[list[str] | None, Field(fail_fast=True, description="The allowed outputs.")] = None
     grammar: Annotated[str | None, Field(description="In llguidance's variant of Lark.")] = None
 
     @property
     def sent(self) -> dict[str, Any]:
-        """The constraints that are asked for, and unknown ones, by their names in the request."""
+        """The constraints that are set, and unknown ones, by their names in the request."""
         values = {sent: getattr(self, name) for sent, name in STRUCTURED_OUTPUTS.items()} | self.extra
         return {name: value for name, value in values.items() if value is not None and value is not False}
 
@@ -276,7 +272,7 @@ STRUCTURED_OUTPUTS = {field.alias or name: name for name, field in StructuredOut
 
 
 class SamplingFields(Fields):
-    """What both endpoints share."""
+    """The fields of both endpoints."""
 
     REFUSED = REFUSED
     SILENT = WITHOUT_EFFECT
@@ -324,7 +320,7 @@ class SamplingFields(Fields):
 
 
 class CompletionFields(SamplingFields):
-    """Body of `POST /v1/completions`: one prompt or several, as texts or token ids."""
+    """Body of `POST /v1/completions`: one prompt or several, as strings or token ids."""
 
     prompt: str | Annotated[list[str], FAIL_FAST] | Ids | Annotated[list[Ids], FAIL_FAST]
     echo: StrictBool | None = None
@@ -333,10 +329,10 @@ class CompletionFields(SamplingFields):
 
 
 class CalledFunction(Fields):
-    """The function that a call names. arguments: JSON text, or an object."""
+    """The function that a call names."""
 
     name: str
-    arguments: Any = None
+    arguments: Any = None  # JSON text, or an object
 
 
 class CallFields(Fields):
@@ -350,7 +346,7 @@ class CallFields(Fields):
 
 
 class MessageFields(Fields):
-    """A message of a conversation. Further fields are shown to the model where its chat template reads them."""
+    """A message of a conversation; further fields are shown to the model if its chat template reads them."""
 
     REFUSED = {
         "function_call": "the deprecated form of tool_calls is not supported; use tool_calls",
@@ -386,7 +382,7 @@ class ToolChoice(Fields):
 
 
 class ConversationFields(Fields):
-    """What a chat template receives besides messages."""
+    """The inputs of a chat template besides messages."""
 
     tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -408,10 +404,10 @@ class ChatFields(ConversationFields, SamplingFields):
 
 
 class TokenizeFields(ConversationFields):
-    """`POST /tokenize`: a text, or messages that the chat template renders as those of a chat request."""
+    """Body of `POST /tokenize`: a string, or messages that the chat template renders as in a chat request."""
 
     REFUSED = {name: REFUSED[name] for name in ("chat_template", "documents", "functions")} | {
-        "return_token_strs": "texts of single tokens are not supported"
+        "return_token_strs": "strings of single tokens are not supported"
     }
 
     model: Annotated[str, Field(max_length=1024)] | None = None
@@ -421,7 +417,7 @@ class TokenizeFields(ConversationFields):
 
 
 class DetokenizeFields(Fields):
-    """Body of `POST /detokenize`: the token ids that become a text."""
+    """Body of `POST /detokenize`: the token ids to decode."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     tokens: Annotated[list[TokenId], FAIL_FAST]
@@ -437,12 +433,12 @@ class Answer(BaseModel):
 
 
 class ErrorFields(Answer):
-    """Why a request was refused. param: the field at fault; code: for programs."""
+    """The reason for a refusal."""
 
     message: str
     type: str
-    param: str | None
-    code: str | None
+    param: str | None  # the field at fault
+    code: str | None  # for programs
 
 
 class ErrorBody(Answer):
@@ -452,7 +448,7 @@ class ErrorBody(Answer):
 
 
 class Tokenized(Answer):
-    """Answer of `POST /tokenize`: the ids, how many they are, and how many the model takes at most."""
+    """Answer of `POST /tokenize`: the ids, their number, and the model's maximum."""
 
     tokens: list[int]
     count: int
@@ -477,7 +473,7 @@ class TokenizerInfo(Answer):
 
 
 class Status(Answer):
-    """`GET /health` and `/live`."""
+    """Answer of `GET /health` and `/live`."""
 
     status: Literal["loading", "ready", "stalled", "draining", "ended"]
 
@@ -497,7 +493,7 @@ class Usage(Answer):
 
 
 class AnswerHead(Answer):
-    """What whole answers and chunks of both endpoints share."""
+    """The fields that whole answers and chunks of both endpoints share."""
 
     id: str
     created: int
@@ -506,7 +502,7 @@ class AnswerHead(Answer):
 
 
 class CompletionChoice(Answer):
-    """A text of a completion."""
+    """An output of a completion."""
 
     index: int
     text: str
@@ -515,7 +511,7 @@ class CompletionChoice(Answer):
 
 
 class Completion(AnswerHead):
-    """Answer of `POST /v1/completions`, not streamed: one choice for each prompt and each of its n texts."""
+    """Answer of `POST /v1/completions`, not streamed: one choice for each prompt and each of its n outputs."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -523,7 +519,7 @@ class Completion(AnswerHead):
 
 
 class Message(Answer):
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -549,10 +545,10 @@ class ChatCompletion(AnswerHead):
 
 
 class ReplayResult(Answer):
-    """`POST /v1/slipstream/replay`. first_difference: the index of the first token that differs."""
+    """Answer of `POST /v1/slipstream/replay`."""
 
     identical: bool
-    first_difference: int | None
+    first_difference: int | None  # index of the first token that differs
     seconds: float
 
 
@@ -567,6 +563,6 @@ def answers(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
 
 
 def streamed(model: type[Answer], chunk: str) -> dict[int | str, dict[str, Any]]:
-    """The answer of an endpoint that streams on demand. chunk: what the events are."""
+    """The answer of an endpoint that streams on demand. chunk: type of the events."""
     text = f"With `stream: true` server-sent events: {chunk}s, then `[DONE]`; an error after the first is an event."
     return {200: {"model": model, "description": text, "content": {"text/event-stream": {}}}}

@@ -34,8 +34,8 @@ RECENT_SECONDS = 10.0  # over which the current speed is measured
 LABELS = ("model_name", "engine")
 PARTS = ("prefill", "draft", "verify", "accept")
 COUNTERS = {
-    "vllm:prefix_cache_queries": "prompt tokens that were sought in the cache",
-    "vllm:prefix_cache_hits": "prompt tokens that were found in the cache",
+    "vllm:prefix_cache_queries": "prompt tokens looked up in the cache",
+    "vllm:prefix_cache_hits": "prompt tokens found in the cache",
     "vllm:num_preemptions": "always 0: rows are never preempted",
     "vllm:prompt_tokens": "prompt tokens of rows that began",
     "vllm:generation_tokens": "tokens generated",
@@ -48,14 +48,14 @@ COUNTERS = {
     "slipstream:forced_tokens": "tokens generated that a constraint forced",
     "slipstream:unknown_fields": "fields of requests that had no effect",
 }
-LABELLED = {
+LABELED = {
     "vllm:request_success": ("finished_reason", "rows that ended by themselves"),
     "vllm:spec_decode_num_accepted_tokens_per_pos": ("position", "draft tokens accepted at each position"),
     "slipstream:drafted_by_source": ("source", "tokens drafted by each drafter"),
     "slipstream:accepted_by_source": ("source", "tokens accepted of each drafter"),
-    "slipstream:cancelled": ("when", "requests that were given up before their end"),
-    "slipstream:rejected": ("reason", "requests that were refused because too many waited"),
-    "slipstream:replays": ("result", "texts that were repeated plainly, and whether they were the same"),
+    "slipstream:cancelled": ("when", "requests abandoned before their end"),
+    "slipstream:rejected": ("reason", "requests refused because too many waited"),
+    "slipstream:replays": ("result", "answers replayed without drafting, and whether they were identical"),
 }
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": (FIRST_TOKEN_SECONDS, "from arrival to the first token"),
@@ -76,10 +76,9 @@ HISTOGRAMS = {
 
 
 class StepTotals:
-    """Totals over all steps.
+    """Totals over all steps; complete after `fold`.
 
-    stats: of all rounds. num_drafts: rounds that drafted. drafted, accepted: tokens by the source of the draft.
-    on_step: called with the time of every step and how many tokens it committed. Totals are complete after `fold`.
+    on_step: called with the time of every step and the number of tokens it committed.
     """
 
     def __init__(self, on_step: Callable[[float, int], None]) -> None:
@@ -96,7 +95,7 @@ class StepTotals:
             self.fold()
 
     def fold(self) -> StepTotals:
-        """The totals, brought up to date."""
+        """Bring the totals up to date, and return them."""
         steps, self._unfolded = self._unfolded, []
         for time, rounds, facts in steps:
             self._on_step(time, self._add(rounds, facts))
@@ -116,7 +115,7 @@ class StepTotals:
 
 
 class EngineStatus:
-    """What the engine is doing now. Lanes number the rows under way; a freed lane is taken again."""
+    """The engine's current activity. Lanes number the rows in progress; a freed lane is reused."""
 
     def __init__(self) -> None:
         self._lanes: dict[Job, int] = {}
@@ -124,7 +123,7 @@ class EngineStatus:
         self._prompt_tokens = self._cached_tokens = 0
 
     def event(self, live: LiveRequest, event: Event) -> None:
-        """Give a row that starts a lane, and free the lane of one that ends."""
+        """Assign a lane to a row that starts, and free the lane of one that ends."""
         job = live.jobs[event.choice]
         if isinstance(event, Started):
             lanes = set(self._lanes.values())
@@ -135,7 +134,7 @@ class EngineStatus:
             self._lanes.pop(job, None)
 
     def stepped(self, time: float, tokens: int) -> None:
-        """Note how many tokens a step has committed, and when."""
+        """Note the number of tokens that a step committed, and its time."""
         self._recent.append((time, tokens))
         self._trim(time)
 
@@ -190,9 +189,9 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._values = ("", "0")
         self._counters = {name: Counter(name, text, LABELS, registry=self.registry) for name, text in COUNTERS.items()}
-        self._labelled = {
+        self._labeled = {
             name: Counter(name, text, (*LABELS, label), registry=self.registry)
-            for name, (label, text) in LABELLED.items()
+            for name, (label, text) in LABELED.items()
         }
         self._histograms = {
             name: Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
@@ -229,22 +228,22 @@ class ServerMetrics:
         info.labels(*self._values, *config.values()).set(1)
 
     def add(self, name: str, amount: float = 1, label: str | None = None) -> None:
-        """Add to a counter; label: the value of its label, if it has one."""
+        """Add to a counter. label: the value of its label, if it has one."""
         if label is None:
             self._counters[name].labels(*self._values).inc(amount)
         else:
-            self._labelled[name].labels(*self._values, label).inc(amount)
+            self._labeled[name].labels(*self._values, label).inc(amount)
 
     def answered(self, handler: str, method: str, status: int) -> None:
-        """Count an answer. handler: the address as it is declared, so that there are few labels."""
+        """Count an answer. handler: the path as declared, so that there are few labels."""
         self._http.labels(handler, method, str(status)).inc()
 
     def stepped(self, tokens: int) -> None:
-        """Note how many tokens a step has committed; what else steps count is read from their totals."""
+        """Note the number of tokens that a step committed; other counts of steps come from their totals."""
         self._observe("vllm:iteration_tokens_total", tokens)
 
     def event(self, live: LiveRequest, event: Event) -> None:
-        """Note the times of a row, except a batch's."""
+        """Note the times of a row, except those of a batch."""
         if isinstance(event, Committed):
             self._unfolded.append((live, event))
             if len(self._unfolded) >= MAX_UNFOLDED_ROUNDS:
@@ -275,7 +274,8 @@ class ServerMetrics:
             self._observe("vllm:request_params_n", len(live.jobs))
 
     def _committed(self, live: LiveRequest, job: Job, event: Committed) -> None:
-        times, count = self._times[job], max(1, len(event.round.tokens))
+        times = self._times[job]
+        count = max(1, len(event.round.tokens))
         if "first" not in times:
             times["first"] = event.time
             self._observe("vllm:time_to_first_token_seconds", event.time - live.arrived)
@@ -326,7 +326,7 @@ class ServerMetrics:
         self._counted_totals = totals_by_name
 
     def page(self, totals: StepTotals, gauges: dict[str, Any]) -> bytes:
-        """The metrics as text; gauges: values of this moment."""
+        """The metrics page. gauges: current values."""
         self._fold()
         self._count_totals(totals)
         for name, value in gauges.items():

@@ -1,4 +1,4 @@
-"""The settings of a server besides its models, each with its default and help. Needs no web framework."""
+"""The settings of a server besides its models, each with its default and help; needs no web framework."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class ServerSettings:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0 takes a free one")
     api_key_file: str = setting("", "file of keys that clients must send, one per line: KEY or NAME:KEY")
-    insecure: bool = setting(False, "listen on an address that others reach without keys")
+    insecure: bool = setting(False, "allow non-local addresses without API keys")
     allowed_host: tuple[str, ...] = setting((), f"name by which clients may call this server; {SEVERAL}")
     allowed_origin: tuple[str, ...] = setting((), f"other site whose pages may call this server; {SEVERAL}")
     trusted_proxy: tuple[str, ...] = setting(
         (), f"proxy whose X-Forwarded-For names the client: its address, or a network like 10.0.0.0/8; {SEVERAL}"
     )
-    served_model_name: str = setting("", "name of the model in requests; the target's by default")
+    served_model_name: str = setting("", "name of the model in requests; default: the target's")
     max_model_len: int = setting(4096, "tokens of a prompt and its answer; 0 allows the model's whole context")
-    default_max_tokens: int = setting(1024, "longest chat answer, in tokens, if the request sets no limit")
+    default_max_tokens: int = setting(1024, "most tokens of a chat answer if the request sets no limit")
     max_queued_requests: int = setting(64, "requests that may wait; more are refused with status 429")
     max_queued_tokens: int = setting(65536, "prompt tokens that may wait; more are refused with status 429")
     max_body_bytes: int = setting(4 << 20, "largest request body; a larger one is refused with status 413")
@@ -39,11 +39,11 @@ class ServerSettings:
     keep_alive_timeout: int = setting(75, "seconds that an idle connection stays open for the next request")
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
     no_special_tokens_in_prompts: bool = setting(
-        False, "refuse texts that would become special tokens of the model, such as the end of a turn"
+        False, "refuse strings that would become special tokens of the model, such as the end of a turn"
     )
     share_learning: bool = setting(
         False,
-        "share cached prompts and what drafters learn among all keys; response times can then reveal others' texts",
+        "share cached prompts and drafters' statistics among all keys; response times can then reveal others' prompts",
     )
 
     def __post_init__(self) -> None:
@@ -66,11 +66,11 @@ class ServerSettings:
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: true or false")
         for name in ("host", "api_key_file", "served_model_name"):
             if not isinstance(getattr(self, name), str):
-                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a text")
+                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a string")
         for name in ("allowed_host", "allowed_origin", "trusted_proxy"):
             value = getattr(self, name)
             if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-                raise UsageError(f"{name}={value!r}; allowed: a list of texts")
+                raise UsageError(f"{name}={value!r}; allowed: a list of strings")
         for name in self.allowed_host:
             if not (NAME.fullmatch(name) or is_address(name)):
                 raise UsageError(f"allowed_host={name!r}; allowed: a name without scheme and port, like box.lan")
@@ -102,7 +102,7 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """True if only this machine can reach the server."""
         if self.host.lower() == "localhost":
             return True
         host = self.host.strip("[]")
@@ -110,7 +110,7 @@ class ServerSettings:
 
 
 def is_address(name: str) -> bool:
-    """Whether a name is an IP address."""
+    """True if a name is an IP address."""
     try:
         ip_address(name)
     except ValueError:

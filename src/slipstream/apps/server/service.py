@@ -1,4 +1,4 @@
-"""The server's state on the event loop: whether it serves, who waits, and what is under way."""
+"""The server's state on the event loop: readiness, waiting requests, and requests in progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ State = Literal["loading", "ready", "draining", "ended"]
 
 
 class Admission:
-    """The requests that wait for their first round. Callers that have some share each limit equally."""
+    """The requests that wait for their first round; callers with waiting requests share each limit equally."""
 
     def __init__(self, settings: ServerSettings, metrics: ServerMetrics) -> None:
         self._settings, self._metrics = settings, metrics
@@ -42,7 +42,7 @@ class Admission:
         return live in self._prompt_tokens
 
     def check_room(self, caller: str) -> None:
-        """Refuse one more request of a caller that has its share of the queue."""
+        """Refuse a request of a caller that has used its share of the queue."""
         limit = self._settings.max_queued_requests
         waiting, share = self._share(caller, limit)
         if len(waiting) >= share or len(self) >= MAX_SHARES * limit:
@@ -50,11 +50,11 @@ class Admission:
             raise ApiError(429, f"{len(waiting)} requests wait already; try again later", code="queue_full")
 
     def enter(self, live: LiveRequest) -> None:
-        """A request waits from now on; how long its prompts are is not known yet."""
+        """Count a waiting request, before the length of its prompts is known."""
         self._prompt_tokens[live] = 0
 
     def add_tokens(self, live: LiveRequest, num_tokens: int) -> None:
-        """The prompt tokens of a request that waits; refused where too many of its caller's wait already."""
+        """Count the prompt tokens of a waiting request; refused if too many of its caller's wait already."""
         others, share = self._share(live.caller, self._settings.max_queued_tokens)
         waiting = sum(self._prompt_tokens[other] for other in others)
         if waiting and waiting + num_tokens > share:
@@ -63,19 +63,19 @@ class Admission:
         self._prompt_tokens[live] = num_tokens
 
     def leave(self, live: LiveRequest) -> bool:
-        """A request has begun, or is over; returns whether it waited."""
+        """Remove a request that has begun or is over; returns True if it waited."""
         return self._prompt_tokens.pop(live, None) is not None
 
     def _share(self, caller: str, limit: int) -> tuple[list[LiveRequest], int]:
-        """The requests of a caller that wait, and its part of a limit: all of it while no other's wait."""
+        """A caller's waiting requests, and its share of a limit: all of it while no other caller waits."""
         callers = {live.caller for live in self._prompt_tokens} | {caller}
         return [live for live in self._prompt_tokens if live.caller == caller], max(1, limit // len(callers))
 
 
 class Service:
-    """Takes requests in and hands them to the engine. Used on the event loop alone.
+    """Takes requests and hands them to the engine; used only on the event loop.
 
-    on_ready: called once the models are loaded; on_end: called when the engine has ended, with its error if it had one.
+    on_ready: called once the models are loaded. on_end: called when the engine has ended, with its error, if any.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class Service:
         self._idle.set()
 
     def start(self, load: Callable[[], SpeculativeDecoder]) -> None:
-        """Begin to load the models, in the engine's thread."""
+        """Begin loading the models, in the engine's thread."""
 
         def loading() -> SpeculativeDecoder:
             decoder = load()
             self.facts = ModelFacts.of(decoder, self.settings.served_model_name)
-            self.rows = RowMaker.of(decoder, self.settings)
+            self.rows = RowMaker.for_decoder(decoder, self.settings)
             self._pools = TextPool(decoder.tokenizer), TextPool(decoder.tokenizer)
             return decoder
 
@@ -135,31 +135,31 @@ class Service:
 
     @property
     def text_pool(self) -> TextPool:
-        """The threads that tokenise."""
+        """The threads that tokenize."""
         self.check_ready()
         assert self._pools is not None
         return self._pools[0]
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a step, or a text that waits for a thread, has taken longer than any healthy one does."""
+        """True if a step, or a string that waits for a thread, has taken longer than any healthy one does."""
         if self.state != "ready" or self.engine is None or self._pools is None:
             return False
         return max(self.engine.step_seconds, self._pools[0].waiting_seconds) > STALLED_SECONDS
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row that has begun."""
+        """Number of requests without a row that has begun."""
         return len(self.admission)
 
     def check_ready(self) -> None:
-        """Refuse for now while models are loaded and while the server shuts down."""
+        """Refuse requests while models are loaded and while the server shuts down."""
         if self.state != "ready":
             why = {"loading": "the model is being loaded", "draining": "the server is shutting down"}
             raise ApiError(503, why.get(self.state, "the engine has stopped"), code="not_ready")
 
     def enter(self, endpoint: str, owner: str, salt: str | None, caller: str = "") -> LiveRequest:
-        """A new request, counted before any work is done for it; refused where too many of its caller's wait."""
+        """Count a new request before any work is done for it; refused if too many of its caller's wait."""
         self.check_ready()
         self.admission.check_room(caller or owner)
         group = "" if self.settings.share_learning else owner
@@ -179,7 +179,7 @@ class Service:
         return live
 
     async def prepare(self, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
-        """Render the prompts and make the rows, in a thread beside the engine; nothing is queued yet."""
+        """Render the prompts and make the rows, in a thread next to the engine; nothing is queued yet."""
         self.check_ready()
         assert self._pools is not None
         pool = self._pools[compiles_slowly(fields)]  # quick requests pass those that compile for seconds
@@ -187,12 +187,12 @@ class Service:
         return await live.before_failing(work)
 
     def count_unknown(self, fields: Fields) -> None:
-        """Name each field without effect once in the log, and count them all."""
+        """Log the name of each field without effect once, and count them all."""
         count = count_unknown_fields(fields, self.facts.tokenizer, self._unknown_fields)
         self.metrics.add("slipstream:unknown_fields", count)
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
-        """Queue the rows of a request; refused where too many prompt tokens of its caller's wait."""
+        """Queue the rows of a request; refused if too many prompt tokens of its caller's wait."""
         if live.error is not None:  # it timed out while its prompts were rendered
             raise live.error
         self.admission.add_tokens(live, sum(job.row.prompt_length for job in jobs))
@@ -231,7 +231,7 @@ class Service:
             self.metrics.add("slipstream:cancelled", label="queued" if was_waiting else "running")
 
     def release(self, live: LiveRequest) -> None:
-        """A request is over, however it ended."""
+        """Forget a request that is over, however it ended."""
         for timer in self._timers.pop(live, []):
             timer.cancel()
         self._end_rows(live)
@@ -240,7 +240,7 @@ class Service:
             self._idle.set()
 
     async def drain(self) -> None:
-        """Refuse new requests and wait for those under way; after the timeout, the rest ends with an error."""
+        """Refuse new requests and wait for running ones; after the timeout, the rest end with an error."""
         if self.state in ("loading", "ready"):
             self.state = "draining"
         try:
@@ -255,7 +255,7 @@ class Service:
                 await asyncio.sleep(0.02)
 
     def close(self, patience_seconds: float = ENGINE_STOP_SECONDS) -> None:
-        """End the engine, after the step under way if that ends in time, and the threads."""
+        """End the engine, after the current step if that ends in time, and the threads."""
         if self.engine is not None:
             self.engine.stop()
             self.engine.join(patience_seconds)

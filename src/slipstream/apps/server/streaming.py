@@ -1,6 +1,6 @@
-"""A streamed answer. Its chunks are written in the call that delivers the events of a step, so no task is woken.
+"""Streamed answers. Chunks are written in the call that delivers the events of a step, so no task is woken.
 
-If a client reads slower than its answer grows, a task waits for the client, and ends once the client has caught up.
+If a client reads more slowly than its answer grows, a task waits for it, and ends once the client has caught up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_JOINED_EVENTS = 16  # events of a request that are written at once
 
 
 def run_until_blocked(work: Awaitable[None]) -> Awaitable[None] | None:
-    """Run a coroutine until it waits. Returns None if it ended, else what remains, to be awaited by a task.
+    """Run a coroutine until it waits; returns None if it ended, else the rest, to be awaited by a task.
 
     Waking a task for every chunk instead would cost a loaded server 15 % more processor time. There is no current task
     meanwhile, so the coroutine must need none before it waits.
@@ -36,7 +36,7 @@ def run_until_blocked(work: Awaitable[None]) -> Awaitable[None] | None:
 
 
 class _Continuation:
-    """The rest of a coroutine. waited_for: what it has yielded to the event loop."""
+    """The rest of a coroutine. waited_for: the value that it has yielded to the event loop."""
 
     def __init__(self, steps: Generator[Any, None, None], waited_for: Any) -> None:
         self._steps, self._waited_for = steps, waited_for
@@ -51,7 +51,7 @@ class _Continuation:
 
 
 class AnswerStream(Response):
-    """Streams an answer. on_end is called once, whether it was finished, cancelled or never started.
+    """Streams an answer. on_end is called once, whether the answer was finished, cancelled or never started.
 
     `send` must not need a current task before it waits; see `run_until_blocked`.
     """
@@ -93,13 +93,13 @@ class AnswerStream(Response):
             self._slow_send.cancel()
 
     def _on_events(self) -> Callable[[], None] | None:
-        """Read new events; returns a function that writes them. If a task waits for a slow client, it does both."""
+        """Read new events; returns a function that writes them. A task that waits for a slow client does both."""
         if self._slow_send is None and not self._all_sent and (data := self._take()):
             return partial(self._write, data)
         return None
 
     def _write(self, data: bytes) -> None:
-        """Send this and all unread events; if sending must wait for the client, a task goes on."""
+        """Send this and all unread events; if sending must wait for the client, a task continues."""
         try:
             rest = run_until_blocked(self._sent(data))
             while rest is None and self._has_unread:
@@ -114,7 +114,7 @@ class AnswerStream(Response):
             self._end()
 
     async def _catch_up(self, rest: Awaitable[None]) -> None:
-        """Wait for the client, then send all events that have come meanwhile."""
+        """Wait for the client, then send all events that have arrived meanwhile."""
         try:
             await rest
             while self._has_unread:
@@ -130,7 +130,7 @@ class AnswerStream(Response):
 
     @property
     def _has_unread(self) -> bool:
-        """Whether something is left to read and to send."""
+        """True if there are events to read and send."""
         return self._live.has_unread and not self._all_sent
 
     def _sent(self, data: bytes) -> Awaitable[None]:
@@ -164,7 +164,7 @@ class AnswerStream(Response):
         return b"".join([*events, DONE] if self._all_sent else events)
 
     def _end_silence(self) -> None:
-        """Send a comment if nothing was sent for long: events of withheld text send nothing. Restarts its timer."""
+        """Send a comment if nothing was sent for long, as while text is withheld; restarts its timer."""
         remaining = self._last_sent + answers.SILENCE_SECONDS - self._loop.time()
         if remaining <= 0:
             remaining = answers.SILENCE_SECONDS
@@ -174,6 +174,6 @@ class AnswerStream(Response):
 
 
 async def until_disconnected(receive: Receive) -> None:
-    """Return once the client has left."""
+    """Return once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Threads that tokenise and render texts while the engine runs. Each has its own tokenizer: they cannot share one."""
+"""Threads that tokenize and render prompts while the engine runs; each has its own tokenizer: they cannot share one."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class TextPool:
 
     @property
     def waiting_seconds(self) -> float:
-        """How long the oldest waiting call has waited for a thread."""
+        """Seconds that the oldest waiting call has waited for a thread."""
         with self._changed:
             return max((monotonic() - queue[0].since for queue in self._queues.values()), default=0.0)
 
     def close(self) -> None:
-        """End the threads; calls that wait are dropped."""
+        """End the threads; waiting calls are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -104,5 +104,5 @@ def _set_outcome(call: _Call, outcome: Callable[[Any], None], value: Any) -> Non
         if not call.result.done():
             outcome(value)
 
-    with suppress(RuntimeError):  # the event loop has ended, so nobody waits for it
+    with suppress(RuntimeError):  # the event loop has ended, so nothing waits for it
         call.loop.call_soon_threadsafe(set_unless_done)

@@ -81,7 +81,7 @@ Load = Callable[[], SpeculativeDecoder]
 def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Service]) -> FastAPI:
     """The application. load: makes the decoder, in the engine's thread; make_service: called on the event loop.
 
-    UsageError if the file of keys cannot be used.
+    UsageError if the key file cannot be used.
     """
     keys = KeyFile(settings.api_key_file)
 
@@ -125,7 +125,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
 
 
 def _count(scope: Scope, status: int) -> None:
-    """Count an answer by its declared address; one refused before routing has none."""
+    """Count an answer by its declared path; a request refused before routing has none."""
     service: Service = scope["app"].state.service
     route = scope.get("route")
     method = scope["method"] if scope["method"] in METHODS else "other"  # clients may make up their own

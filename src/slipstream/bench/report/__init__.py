@@ -1,4 +1,4 @@
-"""A folder of runs as a report: one HTML page that needs nothing else, and its plots as files for a paper.
+"""A folder of runs as a report: one self-contained HTML page, and its plots as files for a paper.
 
 write_report(Path("bench-1"), decoder.tokenizer)     # bench-1/report.html and bench-1/plots/*.png, *.svg
 """
@@ -22,7 +22,7 @@ def write_report(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
     """Write the report and the plots into a folder of runs, and return the page.
 
     tokenizer: of the target, to show samples as text; without one their token ids are shown. Needs matplotlib (the
-    extra "bench"). Raises UsageError for a folder that holds no runs or cannot be written to.
+    extra "bench"). UsageError for a folder that holds no runs or cannot be written.
     """
     require_matplotlib()
     data = load(folder)

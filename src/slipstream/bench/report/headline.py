@@ -1,6 +1,6 @@
-"""What a report says in sentences: its headline, and which arm to use, chosen among all arms that were measured.
+"""The sentences of a report: its headline, and the best of all arms that were measured.
 
-Every number is written as the table of all prompts writes it, so that a reader finds it there.
+Every number is formatted as in the table of all prompts, so that a reader finds it there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ FEW_PROMPTS = 10  # fewer say little about other prompts, and percentile interva
 
 @dataclass(frozen=True)
 class Advice:
-    """Which arm to use at a batch size. flags: the options that choose it, empty where none are needed."""
+    """The arm to use at a batch size."""
 
     sentence: str
-    flags: str
+    flags: str  # options that select it; empty if none are needed
 
 
 def headline(data: Data) -> str:
@@ -38,14 +38,15 @@ def headline(data: Data) -> str:
     if (over_hf := over_hugging_face(data).get((best.arm, batch))) is not None:
         ratios.append(f"{_number(over_hf)} Hugging Face{_interval(over_hf)}")
     where = f", batches of {batch}" if batch > 1 else ""
-    measured = f"{where}, {_prompts(data, batch)}"
+    count = num_prompts(data, batch)
+    measured = f"{where}, {counted(count, 'prompt')}{': too few for a claim' if count < FEW_PROMPTS else ''}"
     if not ratios:
         return f"No drafter was faster than {_name(data, best.arm)}{measured}"
     return f"{_name(data, best.arm)}: {', '.join(ratios)}{measured}"
 
 
 def text_verdicts(data: Data) -> str:
-    """The verdicts on the texts of the headline's arm, or of all others if plain decoding was the fastest.
+    """The verdicts on the outputs of the headline's arm, or of all others if plain decoding was the fastest.
 
     For example "3 of 3 texts are identical to plain decoding's".
     """
@@ -64,7 +65,7 @@ def text_verdicts(data: Data) -> str:
 
 
 def advice(data: Data) -> list[Advice]:
-    """What to use at each batch size and temperature."""
+    """The arm to use at each batch size and temperature."""
     kinds = dict.fromkeys((arm.batch, data.references[arm.arm]) for arm in data.summaries)
     choices = (
         _advice(data, [a for a in _usable(data, batch) if data.references[a.arm] == base]) for batch, base in kinds
@@ -85,7 +86,7 @@ def over_hugging_face(data: Data) -> dict[tuple[str, int], Estimate]:
 
 
 def num_prompts(data: Data, batch: int) -> int:
-    """How many different prompts were run at a batch size."""
+    """Number of different prompts that were run at a batch size."""
     return len({prompt for run in data.runs if run.batch == batch for prompt in run.prompts})
 
 
@@ -111,7 +112,7 @@ def _advice(data: Data, arms: Sequence[ArmSummary]) -> Advice | None:
 
 
 def _next_best(data: Data, best: ArmSummary, arms: Sequence[ArmSummary]) -> str:
-    """How certain it is that the best arm is better than the next, prompt by prompt."""
+    """Comparison of the best arm with the next one, prompt by prompt, as the end of a sentence."""
     second = _fastest([arm for arm in arms if arm is not best and arm.arm != data.references[best.arm]])
     if second is None:
         return ""
@@ -138,7 +139,7 @@ def _faster_baselines(data: Data, best: ArmSummary) -> str:
 
 
 def flags(name: str) -> str:
-    """The options with which `generate`, `serve` and other commands decode as an arm does."""
+    """The options with which `generate`, `serve` and other commands decode like an arm."""
     arm = parse_arm(name)
     options = [
         ("--drafter", arm.drafter),
@@ -151,7 +152,7 @@ def flags(name: str) -> str:
 
 
 def _usable(data: Data, batch: int) -> list[ArmSummary]:
-    """Our own arms that keep the target's text, did so, and were measured to the end."""
+    """Our own arms that keep the target's output, did so, and were measured to the end."""
     return [
         arm
         for arm in data.summaries
@@ -182,8 +183,3 @@ def _name(data: Data, arm: str) -> str:
     parsed = parse_arm(arm)
     is_plain = parsed.drafter == PLAIN and parsed.fast is None and not parsed.temperature
     return "plain decoding" if is_plain and data.label(arm).startswith("plain") else data.label(arm)
-
-
-def _prompts(data: Data, batch: int) -> str:
-    count = num_prompts(data, batch)
-    return counted(count, "prompt") + (": too few for a claim" if count < FEW_PROMPTS else "")

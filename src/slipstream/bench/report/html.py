@@ -1,4 +1,4 @@
-"""The report as one page: speeds beside parity, families, failures, plots, coloured samples, settings, machine.
+"""The report as one page: speeds and parity, families, failures, plots, colored samples, settings, machine.
 
 `report.html.jinja` is the page; this module makes the values that fill it.
 """
@@ -38,7 +38,7 @@ VERDICTS = ("reference", "identical", "tie", "different", "not compared")
 
 
 def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> str:
-    """The document. tokenizer: makes text of the samples' token ids; without one the ids are shown."""
+    """The document. tokenizer: decodes the samples; without one their token ids are shown."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -84,11 +84,11 @@ def _opening(data: Data) -> str:
 def _warnings(data: Data) -> list[str]:
     lines = [
         f"{data.label(arm.arm)}, batch {arm.batch}: {arm.verdicts['different']} texts differ from plain decoding and "
-        "are no ties."
+        "are not ties."
         for arm in wrong_texts(data.summaries)
     ]
     lossy = {arm.arm for arm in data.summaries if arm.stats is not None and not arm.stats.lossless}
-    return lines + [f"{data.label(name)} is lossy: its text is not the target's own." for name in sorted(lossy)]
+    return lines + [f"{data.label(name)} is lossy: its output is not the target's own." for name in sorted(lossy)]
 
 
 def _batches(data: Data) -> list[int]:
@@ -121,7 +121,7 @@ def _overall(data: Data, batch: int) -> Table:
 
 
 def _texts(arm: ArmSummary) -> str:
-    """Counts of texts by verdict; "reference" are the texts that the others are compared with."""
+    """Counts of outputs by verdict; "reference" are those that the others are compared with."""
     return ", ".join(f"{arm.verdicts[name]} {name}" for name in VERDICTS if arm.verdicts[name]) or "-"
 
 
@@ -142,7 +142,7 @@ def _acceptance(data: Data, arm: ArmSummary) -> Row:
 
 
 def _families(data: Data, batch: int) -> Table:
-    """Speed-ups, with the parity of the same family's texts in every cell: a line per family, so that it fits."""
+    """Speed-ups and parity by family: a line per family, so that it fits."""
     families = dict.fromkeys(run.family for run in data.runs if run.batch == batch)
     arms = [arm for arm in data.summaries if arm.batch == batch]
     rows = [[family, *(_family(data, arm, family) for arm in arms)] for family in families]
@@ -175,7 +175,7 @@ def _failures(data: Data) -> Table:
 
 
 def _chart_rows(charts: Sequence[Chart]) -> list[list[tuple[str, str]]]:
-    """Charts side by side, as markup with a caption; those of one kind are equally high."""
+    """Charts side by side, as markup with a caption; those of one kind have the same height."""
     rows = []
     for kind in ("rows", "lines"):
         alike = [chart for chart in charts if chart.kind == kind]
@@ -228,7 +228,7 @@ NAMES = {
 
 
 def settings_table(header: Header) -> Rows:
-    """What was run; options of the decoder and of sampling only if they differ from the defaults."""
+    """The settings of the run; options of the decoder and of sampling only if they differ from the defaults."""
     settings = header.settings
     params: Mapping[str, Any] = settings.get("params", {})
     families = Counter(str(prompt).rpartition("/")[0] for prompt in settings.get("prompts", {}))
@@ -249,13 +249,13 @@ def settings_table(header: Header) -> Rows:
 
 
 def machine_table(header: Header) -> Rows:
-    """What it was measured on: the machine, and the versions of Slipstream and the libraries it uses."""
+    """The machine, and the versions of Slipstream and the libraries it uses."""
     both = header.machine | header.versions
     return [(NAMES.get(name, _spaced(name)), words(value)) for name, value in both.items()]
 
 
 def describe(name: str) -> str:
-    """What an arm is."""
+    """An arm in words."""
     arm = parse_arm(name)
     if arm.baseline is not None:
         text = BASELINES[arm.baseline]
@@ -296,7 +296,7 @@ def _sampling(params: Mapping[str, Any]) -> str:
 
 
 def _changed(values: Mapping[str, Any], cls: type[Any], shown: set[str]) -> Rows:
-    """The fields that differ from the defaults of their dataclass; fields that it lacks are always shown."""
+    """The fields that differ from the defaults of their dataclass; fields without a default are always shown."""
     defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(cls)}  # only mappings have a factory
     return [
         (_spaced(name), words(value))

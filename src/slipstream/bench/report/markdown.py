@@ -1,4 +1,4 @@
-"""A folder of runs as Markdown for a README: a table per batch size, a column per arm, and what it was measured on."""
+"""A folder of runs as Markdown for a README: a table per batch size, a column per arm, and the machine it ran on."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def _table(summaries: Sequence[ArmSummary], batch: int) -> Table:
     rows: list[Row] = []
     if len(families) > 1:
         rows += [[family, *(_family(arm, family) for arm in summaries)] for family in families]
+    speeds = [arm.speed for arm in summaries]
     rows += [
-        ["geometric mean", *(_mean(arm) for arm in summaries)],
-        ["tokens per second", *(_speed(arm) for arm in summaries)],
+        ["geometric mean", *(Cell("failed") if speed is None else cell(speed.speed_up) for speed in speeds)],
+        ["tokens per second", *("failed" if s is None else f"{s.tokens_per_second.value:.1f}" for s in speeds)],
         ["texts identical / tie / different", *(_texts(arm) for arm in summaries)],
         ["acceptance rate", *("-" if stats is None else percent(stats.acceptance_rate) for stats in drafted)],
         ["tokens per forward", *(efficiency(arm) for arm in summaries)],
@@ -51,16 +52,8 @@ def _family(arm: ArmSummary, family: str) -> str:
     return cell(arm.families[family].speed_up).text if family in arm.families else "failed"
 
 
-def _mean(arm: ArmSummary) -> Cell:
-    return Cell("failed") if arm.speed is None else cell(arm.speed.speed_up)
-
-
-def _speed(arm: ArmSummary) -> str:
-    return "failed" if arm.speed is None else f"{arm.speed.tokens_per_second.value:.1f}"
-
-
 def _texts(arm: ArmSummary) -> str:
-    """Counts of verdicts; the reference text itself and texts that are not compared are named in words."""
+    """Counts of verdicts; the reference and outputs that are not compared are named in words."""
     if any(arm.verdicts[name] for name in VERDICTS):
         text = " / ".join(str(arm.verdicts[name]) for name in VERDICTS)
     else:

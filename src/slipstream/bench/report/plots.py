@@ -1,7 +1,7 @@
 """The charts of a report, drawn with matplotlib: PNG and SVG files for a paper, inline SVG for the page.
 
-Colours are Okabe and Ito's (2008), which colour-blind readers can distinguish; markers and dashes differ as well, so
-that a grey print can be read. Inline SVG takes ink and grid from the page, so it follows a light or a dark scheme.
+Colors are Okabe and Ito's (2008), which color-blind readers can distinguish; markers and dashes differ as well, so
+that a gray print can be read. Inline SVG takes ink and grid from the page, so it follows a light or a dark scheme.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours, so that no pair repeats within 42 lines
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colors, so that no pair repeats within 42 lines
 DASHES = ("-", "--", "-.", ":")
 INK, GRID = "#010203", "#d5d8dc"  # ink is used for nothing else, so `inline_svg` can replace it
 WIDTH, HEIGHT, ROW, HEAD = 4.2, 3.0, 0.13, 1.4  # inches; a chart of rows grows with them
@@ -71,7 +71,7 @@ Kind = Literal["lines", "rows"]
 
 @dataclass(frozen=True)
 class Point:
-    """A value at x and the interval around it; without an interval both ends are None."""
+    """A value at x and the interval around it; both ends are None without an interval."""
 
     x: float
     value: float
@@ -81,35 +81,31 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """Points under one name. look: which colour, marker and dash, the same for an arm in every chart of a report."""
+    """Points under one name."""
 
     name: str
     points: tuple[Point, ...]
-    look: int
+    look: int  # color, marker and dash, the same for an arm in every chart of a report
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture. name: of its files, without ending; caption: what the intervals are and what was measured.
+    """One picture."""
 
-    lines: values over whole numbers x, neighbours joined. rows: values along x, one row per label of `rows`, where a
-    point's x is the row's number. level: a value to compare with, drawn across.
-    """
-
-    name: str
+    name: str  # of its files, without extension
     title: str
-    caption: str
+    caption: str  # what was measured, and what the intervals are
     x_label: str
     y_label: str
-    lines: tuple[Line, ...]
+    lines: tuple[Line, ...]  # "lines": values over whole numbers x, neighbors joined; "rows": values along x
     kind: Kind = "lines"
-    rows: tuple[str, ...] = ()
-    level: float | None = None
+    rows: tuple[str, ...] = ()  # one label per row, for "rows"; a point's x is its row's number
+    level: float | None = None  # a value to compare with, drawn across
     share: bool = False  # the values are shares of 1
 
 
 def require_matplotlib() -> None:
-    """Refuse in one line where matplotlib is missing; call it before a measurement that ends in plots."""
+    """Raise if matplotlib is missing; call it before a measurement that ends in plots."""
     if find_spec("matplotlib") is None:
         raise SlipstreamError("plots need matplotlib; run: pip install matplotlib jinja2")
 
@@ -138,9 +134,9 @@ def height_of(chart: Chart) -> float:
 
 
 def inline_svg(chart: Chart, height: float | None = None) -> str:
-    """The chart as an <svg> element for a page: text as text, ink and grid taken from the page's colours.
+    """The chart as an <svg> element for a page: text as text, ink and grid taken from the page's colors.
 
-    height: in inches, if not what the chart needs.
+    height: in inches, if not the chart's own.
     """
     svg = _saved(chart, "svg", "none", height).decode()
     svg = svg[svg.index("<svg") :]
@@ -193,7 +189,7 @@ def _draw_lines(axes: Axes, chart: Chart) -> None:
 
     for line in chart.lines:
         look = _look(line)
-        for points in _neighbours(line.points):
+        for points in _neighbors(line.points):
             axes.errorbar(*_columns(points), yerr=_errors(points), **look)
             look["label"] = "_"  # one entry in the legend
     if chart.level is not None:
@@ -220,8 +216,8 @@ def _draw_rows(axes: Axes, chart: Chart) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def _neighbours(points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
-    """Runs of points whose x are neighbouring whole numbers; nothing was measured in the gaps between runs."""
+def _neighbors(points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
+    """Runs of points at neighboring whole numbers x; nothing was measured in the gaps between them."""
     start = 0
     for end in range(1, len(points) + 1):
         if end == len(points) or points[end].x - points[end - 1].x != 1:
@@ -241,10 +237,10 @@ def _errors(points: tuple[Point, ...]) -> list[list[float]]:
 
 
 def _look(line: Line) -> dict[str, Any]:
-    colour = COLOURS[line.look % len(COLOURS)]
-    dash = DASHES[line.look // len(COLOURS) % len(DASHES)]
+    color = COLORS[line.look % len(COLORS)]
+    dash = DASHES[line.look // len(COLORS) % len(DASHES)]
     marker = MARKERS[line.look % len(MARKERS)]
-    return {"color": colour, "marker": marker, "linestyle": dash, "label": line.name}
+    return {"color": color, "marker": marker, "linestyle": dash, "label": line.name}
 
 
 def charts(data: Data) -> list[Chart]:
@@ -262,7 +258,7 @@ def charts(data: Data) -> list[Chart]:
 
 
 def selected(summaries: Sequence[ArmSummary]) -> list[ArmSummary]:
-    """All arms if they are few; else only the fastest draft length of each drafter, rule and temperature."""
+    """All arms if there are few; else only the fastest draft length of each drafter, rule and temperature."""
     timed = [arm for arm in summaries if arm.speed is not None]
     if len(timed) <= MOST:
         return timed
@@ -279,7 +275,7 @@ def _speed(arm: ArmSummary) -> float:
 
 
 def _families(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
-    """Speed-up by family, several arms to a picture."""
+    """Speed-up by family, several arms per picture."""
     shown = [arm for arm in selected(summaries) if arm.arm != data.references[arm.arm]]
     for number, part in enumerate(_parts(shown), 1):
         families = list(dict.fromkeys(family for arm in part for family in arm.families))
@@ -310,7 +306,8 @@ def _over_length(data: Data, all_series: Sequence[Series]) -> Iterator[Chart]:
         x = "draft length (tokens)"
         if speeds:
             name, title = _numbered("speed_by_draft_length", "Tokens per second", number, len(all_series))
-            caption = f"Output tokens per second; length 0 is plain decoding. {SPEED} Texts: {_parity(part)}."
+            parity = parity_of(cell.summary for series in part for cell in series.cells if cell.length > 0)
+            caption = f"Output tokens per second; length 0 is plain decoding. {SPEED} Texts: {parity}."
             yield Chart(name, title, caption, x, "tokens per second", speeds)
         if rates:
             name, title = _numbered("acceptance_by_draft_length", "Acceptance rate", number, len(all_series))
@@ -330,7 +327,7 @@ def _rates(data: Data, cells: Sequence[Cell]) -> tuple[Point, ...]:
 
 
 def _by_position(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
-    """The share of draft tokens accepted at each position of the draft."""
+    """Share of draft tokens accepted at each position of the draft."""
     drafting = [arm for arm in summaries if arm.stats is not None and arm.stats.num_draft_tokens]
     if len(drafting) > MOST:
         longest: dict[Arm, ArmSummary] = {}
@@ -352,8 +349,9 @@ def _by_position(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]
 
 
 def _positions(data: Data, arm: ArmSummary) -> tuple[Point, ...]:
-    """The positions at which enough was drafted, with intervals where enough prompts have drafts that long."""
-    runs, points = data.runs_of(arm.arm, arm.batch), []
+    """The positions where enough was drafted, with intervals where enough prompts have drafts that long."""
+    runs = data.runs_of(arm.arm, arm.batch)
+    points = []
     repeats = len({run.repeat for run in runs})
     for place in range(len(arm.acceptance_by_position)):
         drafted, ratio = drafted_at(runs, place), acceptance_at(runs, place)
@@ -365,10 +363,6 @@ def _positions(data: Data, arm: ArmSummary) -> tuple[Point, ...]:
 
 def _point(x: float, estimate: Estimate) -> Point:
     return Point(x, estimate.value, estimate.low, estimate.high)
-
-
-def _parity(all_series: Sequence[Series]) -> str:
-    return parity_of(cell.summary for series in all_series for cell in series.cells if cell.length > 0)
 
 
 def _filled(lines: Iterable[Line]) -> tuple[Line, ...]:

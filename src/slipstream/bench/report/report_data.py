@@ -1,6 +1,6 @@
-"""What a report shows: a folder of runs, their summaries, ratios, and texts coloured by origin.
+"""The data of a report: a folder of runs, their summaries, ratios, and outputs colored by origin.
 
-Marks need no colour: rejected tokens are struck through, the target's own are underlined, those from a branch doubly.
+Marks need no color: rejected tokens are struck through, the target's own are underlined, those from a branch doubly.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.bench.arms import check_reference, label, parse_arm
-from slipstream.bench.length_series import references, summarise_by_temperature
+from slipstream.bench.length_series import references, summarize_by_temperature
 from slipstream.bench.records import Header, Run, read_records
-from slipstream.bench.summary import RESAMPLES, SEED, ArmSummary, Estimate, estimated, summarise
+from slipstream.bench.summary import RESAMPLES, SEED, ArmSummary, Estimate, estimated, summarize
 from slipstream.checks import counted
 from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import UsageError
@@ -39,62 +39,60 @@ CSS_CLASSES = {
 
 @dataclass(frozen=True)
 class Data:
-    """A folder of runs.
-
-    references: what each arm's speed-up refers to.
-    """
+    """A folder of runs."""
 
     header: Header
     runs: list[Run]
     summaries: list[ArmSummary]
-    references: dict[str, str]
+    references: dict[str, str]  # the arm that each arm's speed-up refers to
 
     def label(self, name: str) -> str:
-        """An arm or a series of arms in words, with its temperature if the runs have several."""
+        """The name of an arm or a series of arms in words, with its temperature if the runs have several."""
         several = len({parse_arm(arm).temperature for arm in self.references}) > 1
         return label(name, temperature=several)
 
     def runs_of(self, arm: str, batch: int) -> list[Run]:
-        """The finished runs of an arm at a batch size that did not fail."""
+        """The runs of an arm at a batch size that did not fail."""
         return [run for run in self.runs if run.arm == arm and run.batch == batch and run.error is None]
 
 
 def load(folder: Path) -> Data:
-    """Read a folder that `slipstream bench`, `slipstream sweep` or `slipstream tune` has written."""
+    """Read a folder written by `slipstream bench`, `slipstream sweep` or `slipstream tune`."""
     header, runs = read_records(folder)
     names, default = header.settings.get("arms"), header.settings.get("reference")
     if not isinstance(names, list) or not isinstance(default, str):
         raise UsageError(
-            f"the header in {str(folder)!r} names no arms or no reference; allowed: a folder of a benchmark"
+            f"the header in {str(folder)!r} names no arms or no reference; allowed: a folder written by a benchmark"
         )
     if not runs:
         raise UsageError(f"folder {str(folder)!r} holds no runs yet; allowed: at least one finished run")
     names = list(dict.fromkeys((*names, *(run.arm for run in runs))))  # `tune` chooses arms while it measures
     header = replace(header, settings={**header.settings, "arms": names})
-    return Data(header, runs, summarise_by_temperature(runs, default), references(names, default))
+    return Data(header, runs, summarize_by_temperature(runs, default), references(names, default))
 
 
 def against(data: Data, reference: str) -> Data:
-    """The runs summarised once more, with every speed-up referring to one arm."""
+    """Summaries of the runs with every speed-up relative to one arm."""
     names = list(data.references)
     check_reference(reference, names)
-    return replace(data, summaries=summarise(data.runs, reference), references=dict.fromkeys(names, reference))
+    return replace(data, summaries=summarize(data.runs, reference), references=dict.fromkeys(names, reference))
 
 
 def efficiency(arm: ArmSummary) -> str:
-    """Output tokens per forward of the target; a dash if it is not known."""
+    """Output tokens per forward of the target; a dash if unknown."""
     return "-" if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
 
 
 def total_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate | None:
-    """sum(above) / sum(below), each with one number per prompt (or group of prompts), and the ratio's 95 % interval.
+    """sum(above) / sum(below), each with one number per prompt (or group of prompts), and its 95 % interval.
 
-    A resample draws prompts with replacement. None if the sum below is 0; no interval for a single prompt.
+    A resample draws prompts with replacement. None if sum(below) is 0; no interval for a single prompt.
     """
     upper, lower = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
     if not lower.sum():
         return None
-    value, prompts = float(upper.sum() / lower.sum()), len(lower)
+    value = float(upper.sum() / lower.sum())
+    prompts = len(lower)
     if prompts == 1:
         return Estimate(value)
     sampled = np.random.default_rng(SEED).integers(0, prompts, (RESAMPLES, prompts))
@@ -109,12 +107,12 @@ def acceptance(runs: Sequence[Run]) -> Estimate | None:
 
 
 def acceptance_at(runs: Sequence[Run], place: int) -> Estimate | None:
-    """Accepted over drafted tokens at one place of the draft, counted from 0; None if nothing was drafted there."""
+    """Accepted over drafted tokens at one position of the draft, from 0; None if nothing was drafted there."""
     return _ratio(runs, _at("accepted_per_position", place), _at("drafted_per_position", place))
 
 
 def drafted_at(runs: Sequence[Run], place: int) -> list[float]:
-    """Tokens drafted at one place of the draft in each prompt (or group of prompts), all repeats together."""
+    """Tokens drafted at one position in each prompt (or group of prompts), over all repeats."""
     return list(_by_prompt(runs, _at("drafted_per_position", place)).values())
 
 
@@ -123,7 +121,7 @@ def _ratio(runs: Sequence[Run], above: Count, below: Count) -> Estimate | None:
 
 
 def _by_prompt(runs: Sequence[Run], count: Count) -> dict[Prompts, float]:
-    """Sums over the repeats of each prompt or group of prompts; runs without statistics are left out."""
+    """Sums over the repeats of each prompt or group of prompts, without runs that have no statistics."""
     sums: dict[Prompts, float] = {}
     for run in runs:
         if run.stats is not None:
@@ -146,7 +144,7 @@ def _at(name: str, place: int) -> Count:
 
 
 def restored(rounds: Sequence[Mapping[str, Any]], row: int, num_rows: int) -> list[Round]:
-    """The recorded rounds of one row, as the loop had made them; the last one counts as finished."""
+    """The recorded rounds of one row, as the loop made them; the last one counts as finished."""
     of_row = [r for r in rounds if r["row"] == row]
     return [
         Round(
@@ -168,7 +166,7 @@ def restored(rounds: Sequence[Mapping[str, Any]], row: int, num_rows: int) -> li
 
 
 def sampled_texts(runs: Sequence[Run], fastest: Sequence[str], per_family: int) -> dict[str, list[tuple[Run, int]]]:
-    """Up to `per_family` texts of each family: a run that drafted, and the row in it; every prompt once.
+    """Up to `per_family` samples of each family: a run that drafted, and the row in it; every prompt once.
 
     fastest: all arms, in the order of preference.
     """
@@ -186,22 +184,18 @@ def sampled_texts(runs: Sequence[Run], fastest: Sequence[str], per_family: int) 
 
 @dataclass(frozen=True)
 class Sample:
-    """One text, and a caption with its arm, how much was accepted and whether it is plain decoding's.
-
-    prompt: its text, "" if the folder does not hold it. spans: pairs of a CSS class, which marks the fate of tokens,
-    and a piece of the text.
-    """
+    """One output, and a caption with its arm, its acceptance and its verdict."""
 
     caption: str
-    prompt: str
-    spans: list[tuple[str, str]]
+    prompt: str  # "" if the folder does not hold it
+    spans: list[tuple[str, str]]  # pairs of a CSS class, which marks the fate of tokens, and a piece of the output
     is_shortened: bool
 
 
 def sample(
     run: Run, row: int, tokenizer: Tokenizer | None, label: str | None = None, prompts: Mapping[str, str] | None = None
 ) -> Sample:
-    """The text of a run's row. label: the arm in words; prompts: texts by name."""
+    """The output of a run's row. label: the arm in words; prompts: by name."""
     rounds = list(views(restored(run.rounds or [], row, run.batch), tokenizer))
     pieces = [piece for view in rounds for piece in view.pieces]
     acceptance = rounds[-1].acceptance if rounds else "-"
@@ -215,7 +209,7 @@ def sample(
 
 
 def local_time(text: str) -> str:
-    """A time in ISO format as the reader's clock shows it, with the zone's name; another text as it is."""
+    """An ISO time in the reader's time zone, with the zone's name; any other string unchanged."""
     try:
         moment = datetime.fromisoformat(text).astimezone()
     except ValueError:

@@ -1,1 +1,1 @@
-"""The advisor: which drafter, draft length and draft model pay on this machine and these prompts, if any does."""
+"""The advisor: finds which drafter, draft length and draft model pay off on this machine and these prompts, if any."""

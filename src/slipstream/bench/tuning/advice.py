@@ -1,4 +1,4 @@
-"""What to use at every batch size, and how the other candidates did.
+"""The advice for every batch size, and the results of the other candidates.
 
 space = SearchSpace(decoder, drafts, params)
 meter = Meter(space.lineup, folder, Budget(300), print)
@@ -17,7 +17,7 @@ from slipstream import drafters
 from slipstream.bench.arms import PLAIN
 from slipstream.bench.plan import BenchPrompt, groups
 from slipstream.bench.result_tables import Cell, Table, cell, verdict_cell
-from slipstream.bench.summary import ArmSummary, Estimate, summarise
+from slipstream.bench.summary import ArmSummary, Estimate, summarize
 from slipstream.bench.tuning.search import (
     MIN_UNITS,
     Candidate,
@@ -49,18 +49,18 @@ class CandidateResult:
     tokens_per_round: float | None = None
     units: int = 0  # how often it ran on a group of prompts
     lost: str = ""  # why it is not the advice
-    failed: bool = False  # it raised an error, or its text is not plain decoding's
+    failed: bool = False  # it raised an error, or an output is not plain decoding's
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do at a batch size."""
+    """The advice for a batch size."""
 
     batch: int
     best: CandidateResult | None  # None: do not speculate; its speed-up is that of the confirmation
     others: tuple[CandidateResult, ...]  # the one that ran most and fastest first
     plain: Estimate  # tokens per second
-    needed_seconds: int | None = None  # a budget with which the best could have been confirmed; None if it was
+    needed_seconds: int | None = None  # a budget that would have confirmed the best; None if it is confirmed
 
     @property
     def sentence(self) -> str:
@@ -73,23 +73,23 @@ class Advice:
             text = f"batch {self.batch}: {setting}{draft}, {speed_up.value:.2f}x plain decoding{interval}"
         if self.needed_seconds is None:
             return text
-        return f"{text}; not confirmed: give --budget {self.needed_seconds} or more to be sure"
+        return f"{text}; not confirmed: use --budget {self.needed_seconds} or more to be sure"
 
     def to_dict(self) -> dict[str, Any]:
-        """The advice as JSON has it, with its sentence and whether to speculate at all."""
+        """The advice for JSON, with its sentence and whether to speculate at all."""
         return asdict(self) | {"sentence": self.sentence, "speculate": self.best is not None}
 
 
 def needs_draft(candidate: Candidate) -> bool:
-    """Whether the candidate uses a draft model."""
+    """True if the candidate uses a draft model."""
     return drafters.traits(candidate.kind).needs_draft_model
 
 
 def advise(batch: int, choices: Mapping[str, Candidate], result: Race, needed_seconds: int | None = None) -> Advice:
-    """The advice that a race gives. choices: by arm name; needed_seconds: as in `Advice`."""
+    """The advice from a race. choices: by arm name; needed_seconds: as in `Advice`."""
     final = result.confirmation if needed_seconds is None else []  # else too few runs to be of use
-    raced = {summary.arm: summary for summary in summarise(result.runs, PLAIN)}
-    confirmed = {summary.arm: summary for summary in summarise(final, PLAIN)}
+    raced = {summary.arm: summary for summary in summarize(result.runs, PLAIN)}
+    confirmed = {summary.arm: summary for summary in summarize(final, PLAIN)}
     plain = confirmed.get(PLAIN, raced.get(PLAIN))
     if plain is None or plain.speed is None:
         raise SlipstreamError(
@@ -118,7 +118,7 @@ def advise(batch: int, choices: Mapping[str, Candidate], result: Race, needed_se
 
 
 def _why_no_gain(speed_up: Estimate | None, *, is_confirmed: bool) -> str:
-    """Why the winner is not worth using; "" if it is."""
+    """Reason why the winner is not worth using; "" if it is."""
     if speed_up is None or (is_confirmed and speed_up.low is not None and speed_up.low < 1):
         return "no gain beyond the noise"
     return f"gains less than {MIN_SPEED_UP - 1:.0%}" if speed_up.value < MIN_SPEED_UP else ""
@@ -129,7 +129,7 @@ def _result(name: str, candidate: Candidate, summary: ArmSummary | None, units: 
         return CandidateResult(name, candidate, lost="not measured")
     lost = f"failed: {summary.error}" if summary.failed else ""
     if wrong := summary.verdicts.get("different"):
-        lost = f"{wrong} of {sum(summary.verdicts.values())} texts differ from plain decoding and are no ties"
+        lost = f"{wrong} of {sum(summary.verdicts.values())} texts differ from plain decoding and are not ties"
     stats = summary.stats
     return CandidateResult(
         name,
@@ -146,7 +146,7 @@ def _result(name: str, candidate: Candidate, summary: ArmSummary | None, units: 
 
 
 def advice_table(advice: Advice) -> Table:
-    """A line per candidate, the advised one first: speed-ups, parity, acceptance, and why the others lost."""
+    """A line per candidate, the recommended one first: speed-ups, parity, acceptance, and why the others lost."""
     title = f"batch size {advice.batch}: speed-up over plain decoding, 95 % intervals"
     columns = ("candidate", "speed-up", "runs", "same\ntexts", "acceptance\nrate", "tokens per\nforward", "why")
     rows: list[list[Cell | str]] = []
@@ -160,7 +160,7 @@ def advice_table(advice: Advice) -> Table:
 
 
 def _same_texts(texts: Mapping[str, int]) -> Cell:
-    """How many of a candidate's texts are plain decoding's, and of how many: not all candidates finish all texts."""
+    """Number of outputs equal to plain decoding's, of how many: not all candidates finish all prompts."""
     same, total = texts.get("identical", 0) + texts.get("reference", 0), sum(texts.values())
     if not total:
         return Cell("-")
@@ -169,7 +169,7 @@ def _same_texts(texts: Mapping[str, int]) -> Cell:
 
 
 def positions(advice: Advice) -> str:
-    """The acceptance of the advised drafts, position by position."""
+    """The acceptance of the recommended drafts, position by position."""
     shares = () if advice.best is None else advice.best.acceptance_by_position
     return f"accepted at position 1, 2, ...: {' '.join(map(percent, shares))}" if shares else ""
 
@@ -183,11 +183,11 @@ class Tuned:
 
     @property
     def wrong(self) -> list[tuple[Advice, CandidateResult]]:
-        """Candidates that failed, or whose text is not plain decoding's."""
+        """Candidates that failed or whose output is not plain decoding's."""
         return [(advice, result) for advice in self.advice for result in advice.others if result.failed]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that was advised, as JSON has it."""
+        """All advice, for JSON."""
         return {"advice": [advice.to_dict() for advice in self.advice], "unmeasured": list(self.unmeasured)}
 
 
@@ -196,7 +196,7 @@ def tune(
 ) -> Tuned:
     """Race the candidates at each batch size. longest: the longest draft considered.
 
-    The next batch sizes get what one leaves of its share of the budget.
+    Time that one batch size leaves of its share of the budget goes to the next ones.
     """
     choices = {space.name(candidate): candidate for candidate in candidates(space.drafts, longest)}
     arms = [space.plain, *map(space.arm, choices.values())]

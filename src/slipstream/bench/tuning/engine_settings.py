@@ -41,12 +41,12 @@ NOTHING = "do not speculate: no setting measured gains anything here"
 
 @dataclass(frozen=True)
 class Settings:
-    """One engine's settings. value: vLLM's object, or None; flags: of its command line; notes: what differs here."""
+    """One engine's settings."""
 
     engine: str
-    flags: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    value: dict[str, Any] | None = None
+    flags: tuple[str, ...] = ()  # of its command line
+    notes: tuple[str, ...] = ()  # differences from Slipstream
+    value: dict[str, Any] | None = None  # vLLM's object
 
     @property
     def text(self) -> str:
@@ -56,7 +56,7 @@ class Settings:
 
 
 def engine_settings(candidate: Candidate | None, *, stops_early: bool = False) -> list[Settings]:
-    """The settings of a candidate for vLLM, SGLang and llama.cpp; candidate None: do not speculate.
+    """The settings of a candidate for vLLM, SGLang and llama.cpp; candidate None means do not speculate.
 
     stops_early: the draft model ends a draft once it is unsure, as with length "auto" on CPU.
     """
@@ -154,7 +154,7 @@ def _model_notes(candidate: Candidate, stops_early: bool, engine: str) -> list[s
 
 
 def config_of(candidate: Candidate | None, config: DecoderConfig) -> DecoderConfig:
-    """The decoder's settings under a candidate; None is plain decoding."""
+    """The decoder's settings for a candidate; None is plain decoding."""
     if candidate is None:
         return replace(config, drafter=PLAIN, num_draft_tokens="auto")
     return replace(config, drafter=candidate.drafter, num_draft_tokens=candidate.length or "auto")
@@ -163,10 +163,10 @@ def config_of(candidate: Candidate | None, config: DecoderConfig) -> DecoderConf
 def with_fixed_length(
     candidate: Candidate, others: Sequence[CandidateResult], longest: int
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """The candidate with one draft length, as other engines need it, and notes that say where the length is from.
+    """The candidate with one draft length, as other engines need it, and notes on where the length comes from.
 
-    One that chooses its lengths gets the fastest of those that stayed in the race longest with its drafter, else the
-    usual one, up to `longest`. others: the other candidates' results.
+    A candidate that chooses its lengths gets the fastest length among those of its drafter that stayed in the race
+    longest, else the usual one, up to `longest`. others: the other candidates' results.
     """
     if candidate.length is not None:
         return candidate, ()
@@ -197,7 +197,7 @@ def files_for(
     others: Sequence[CandidateResult] = (),
     longest: int = MAX_DRAFT_TOKENS,
 ) -> dict[str, str]:
-    """File name -> text. vLLM's object is null if the advice is not to speculate.
+    """File names and contents. vLLM's object is null if the advice is not to speculate.
 
     others, longest: see `with_fixed_length`.
     """
@@ -220,11 +220,12 @@ def write_files(
 ) -> list[Path]:
     """Write tune.json and the settings; returns their paths.
 
-    advice: for each batch size the advice, and whether its draft model stops early. longest: the longest draft
-    considered. The files of the first batch size have plain names; those of others have its number in their names, and
-    are written only if they differ.
+    advice: for each batch size, the advice and whether its draft model stops early. longest: the longest draft
+    considered. Files of the first batch size have plain names; those of others have its number in their names, and are
+    written only if they differ.
     """
-    texts, first = {"tune.json": json.dumps(result, indent=2) + "\n"}, dict[str, str]()
+    texts = {"tune.json": json.dumps(result, indent=2) + "\n"}
+    first = dict[str, str]()
     for of_batch, stops_early in advice:
         best, others = None if of_batch.best is None else of_batch.best.candidate, of_batch.others
         batch_texts = files_for(best, config, stops_early=stops_early, others=others, longest=longest)

@@ -1,13 +1,13 @@
-"""Which settings to measure, and a race between them within a time limit.
+"""The settings worth measuring, and a race between them within a time limit.
 
 All candidates run the same prompts in turn; after each round the slower half drops out (successive halving: Jamieson
 and Talwalkar, AISTATS 2016). The last one then runs against plain decoding once more: it was not chosen for these runs,
-so they show its speed without a bias.
+so they show its speed without bias.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, zip_longest
 from math import ceil, log, log2
@@ -21,16 +21,16 @@ from slipstream.bench.arms import PLAIN, Arm
 from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import Group, Measurement
 from slipstream.bench.records import Run
-from slipstream.bench.summary import summarise
+from slipstream.bench.summary import summarize
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 
-LENGTHS = (2, 4, 8, 16, 32, 64)  # tried up to --longest; between neighbours speeds differ by a few percent
-FEWEST_UNITS = 6  # units (all arms once on one group) after which a round may end before its time does
-MIN_UNITS = 2  # that an interval needs
+LENGTHS = (2, 4, 8, 16, 32, 64)  # tried up to --longest; speeds of neighbors differ by a few percent
+FEWEST_UNITS = 6  # units (all arms once on one group) after which a round may end early
+MIN_UNITS = 2  # needed for an interval
 NARROW = 0.03  # an interval within this share of its value is good enough
-MARGIN = 1.3  # a budget that is advised is this many times what was estimated
+MARGIN = 1.3  # advised budget relative to the estimate
 
 Clock = Callable[[], float]
 ShowProgress = Callable[[str, str], None]
@@ -42,7 +42,7 @@ class Candidate:
 
     drafter: str
     length: int | None = None  # None: the drafter chooses
-    draft: str | None = None  # the draft model, as the user named it
+    draft: str | None = None  # name of the draft model, as given by the user
 
     @property
     def kind(self) -> str:
@@ -53,17 +53,17 @@ class Candidate:
 
     @property
     def tokens(self) -> int:
-        """Tokens asked for in a round."""
+        """Draft tokens asked for in a round."""
         return drafters.traits(self.kind).default_length if self.length is None else self.length
 
     @property
     def setting(self) -> str:
-        """As an arm of a benchmark is written, without the draft model."""
+        """The form of a benchmark's arm, without the draft model."""
         return self.drafter if self.length is None else f"{self.drafter}@{self.length}"
 
 
 def candidates(drafts: Sequence[str], longest: int) -> list[Candidate]:
-    """Every drafter that other engines have too, at a few lengths up to `longest`, and those that choose themselves."""
+    """Every drafter that other engines have too, at a few lengths up to `longest`, and those that choose lengths."""
     lengths = [*(n for n in LENGTHS if n < longest), longest]
     choices: list[Candidate] = []
     for name in drafters.names():
@@ -77,7 +77,7 @@ def candidates(drafts: Sequence[str], longest: int) -> list[Candidate]:
 
 
 class SearchSpace:
-    """One target, any number of draft models, and a lineup that arms join when they are first asked for.
+    """One target, any number of draft models, and a lineup that arms join when they are first requested.
 
     decoder: has the first of `drafts` as its draft model, or none.
     """
@@ -98,7 +98,7 @@ class SearchSpace:
         return f"{candidate.setting} {candidate.draft}" if shown else candidate.setting
 
     def arm(self, candidate: Candidate) -> Arm:
-        """The arm of a candidate, in the lineup from now on."""
+        """The arm of a candidate, added to the lineup if it is new."""
         arm = Arm(self.name(candidate), candidate.drafter, candidate.length)
         if arm.name not in self.lineup.decoders:
             self.lineup.decoders[arm.name] = self.decoder(candidate)
@@ -106,18 +106,18 @@ class SearchSpace:
         return arm
 
     def decoder(self, candidate: Candidate) -> SpeculativeDecoder:
-        """The loaded models under a candidate's settings."""
+        """The loaded models with a candidate's settings."""
         base = self._decoders.get(candidate.draft or "", self.lineup.decoder)
         return base.using(candidate.drafter, num_draft_tokens=candidate.length)
 
     def stops_early(self, candidate: Candidate) -> bool:
-        """Whether the candidate's draft model ends a draft once it is unsure."""
+        """True if the candidate's draft model ends a draft once it is unsure."""
         on_cpu = self.lineup.decoder.target.backend.device.type == "cpu"
         return on_cpu and candidate.length is None and drafters.traits(candidate.kind).needs_draft_model
 
 
 class Budget:
-    """A number of seconds that begin now."""
+    """A time limit in seconds, starting now."""
 
     def __init__(self, seconds: float, clock: Clock = perf_counter) -> None:
         self.seconds, self.clock = seconds, clock
@@ -125,7 +125,7 @@ class Budget:
 
     @property
     def now(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return self.clock() - self.begin
 
 
@@ -137,11 +137,11 @@ class Measures(Protocol):
         """Seconds of the budget that have passed."""
 
     def unit(self, arms: Sequence[Arm], measured: tuple[int, Group], stage: str, deadline: float) -> list[Run] | None:
-        """The runs; None if there is no time left. measured: number of the repeat, and the group."""
+        """The runs; None if no time is left. measured: number of the repeat, and the group."""
 
 
 class Meter:
-    """Makes measurements through one `Runner`, so that arms stay warm and reference texts known."""
+    """Makes measurements through one `Runner`, so that arms stay warm and reference outputs are known."""
 
     def __init__(self, lineup: Lineup, folder: Path, budget: Budget, show_progress: ShowProgress) -> None:
         self.budget = budget
@@ -155,9 +155,9 @@ class Meter:
         return self.budget.now
 
     def unit(self, arms: Sequence[Arm], measured: tuple[int, Group], stage: str, deadline: float) -> list[Run] | None:
-        """All arms in turn on one group of prompts; None if they have not ended by the deadline, or are not going to.
+        """All arms in turn on one group of prompts; None if they did not, or would not, end by the deadline.
 
-        deadline: in seconds of the budget. Runs of a unit that was cut short stay on the disk, but are not compared.
+        deadline: in seconds of the budget. Runs of a unit that was cut short are saved, but not compared.
         """
         (repeat, group), runs = measured, []
         batch = len(group.prompts)
@@ -172,13 +172,13 @@ class Meter:
         return runs
 
     def expected(self, arms: Sequence[Arm], batch: int) -> float:
-        """Seconds that these arms will take, judging by their runs; an arm without one counts as the slowest."""
+        """Expected seconds of these arms, judging by their runs; an arm without runs counts as the slowest."""
         seconds_of = self._seen.get(batch) or {name: t for seen in self._seen.values() for name, t in seen.items()}
         longest = max((fmean(times) for times in seconds_of.values()), default=0.0)
         return sum(fmean(seconds_of[arm.name]) if arm.name in seconds_of else longest for arm in arms)
 
     def enough(self, more_seconds: float) -> int:
-        """The budget, in round figures, for all that was done so far and for so many seconds more."""
+        """A budget, in round figures, that covers everything so far and this many more seconds."""
         return 10 * ceil(MARGIN * (self.now + more_seconds) / 10)
 
 
@@ -192,13 +192,15 @@ class Race:
 
 
 def race(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], deadline: float) -> Race:
-    """Halve the arms until one is left, then run it against plain decoding, which is the first arm, until the deadline.
+    """Halve the arms until one is left, then run it against plain decoding, the first arm, until the deadline.
 
-    The rounds and the confirmation have equal shares of the time. An arm that fails or changes a text drops out at
+    The rounds and the confirmation have equal shares of the time. An arm that fails or changes an output drops out at
     once. deadline: in seconds of the budget.
     """
     plain, *active = arms
-    result, order, batch = Race(), _order(groups), len(groups[0].prompts)
+    result = Race()
+    order = ((repeat, group) for repeat in count(1) for group in groups)
+    batch = len(groups[0].prompts)
     rounds = total = num_rounds(len(active))
     while active:
         stage = f"batch size {batch}, {f'round {total - rounds + 1} of {total}' if rounds else 'confirmation'}"
@@ -226,12 +228,12 @@ def race(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], deadline
 
 
 def num_rounds(arms: int) -> int:
-    """How often so many arms are halved until one is left."""
+    """Number of halvings until one of these arms is left."""
     return ceil(log2(arms))
 
 
 def in_turn(groups: Sequence[Group]) -> list[Group]:
-    """The groups ordered so that every family comes early."""
+    """The groups, ordered so that every family comes early."""
     families: dict[str, list[Group]] = {}
     for group in groups:
         families.setdefault(group.family, []).append(group)
@@ -239,18 +241,14 @@ def in_turn(groups: Sequence[Group]) -> list[Group]:
 
 
 def seconds_per_token(runs: Sequence[Run], arm: str) -> float:
-    """The logarithm of an arm's seconds per output token, as a mean over its runs."""
+    """The logarithm of an arm's seconds per output token, averaged over its runs."""
     return fmean(log(run.seconds / run.num_output_tokens) for run in runs if run.arm == arm)
 
 
 def is_settled(runs: Sequence[Run]) -> bool:
-    """Whether the interval of the arm that runs against plain decoding is narrow."""
-    for summary in summarise(runs, PLAIN):
+    """True if the interval of the arm that runs against plain decoding is narrow."""
+    for summary in summarize(runs, PLAIN):
         ratio = summary.speed_up
         if summary.arm != PLAIN and ratio is not None and ratio.low is not None and ratio.high is not None:
             return ratio.high - ratio.low <= 2 * NARROW * ratio.value
     return False
-
-
-def _order(groups: Sequence[Group]) -> Iterator[tuple[int, Group]]:
-    return ((repeat, group) for repeat in count(1) for group in groups)

@@ -1,4 +1,4 @@
-"""An actor of a job over Ray: one decoder, whose batch is kept full by several blocks of lines at a time."""
+"""An actor of a job over Ray: one decoder, whose batch is kept full with several blocks of lines at a time."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from slipstream.wiring.run_order import first_row, ordered
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How an actor makes its decoder. threads: of PyTorch on a CPU; 0 keeps PyTorch's default."""
+    """The arguments from which an actor makes its decoder."""
 
     target: str
     draft: str | None
     config: DecoderConfig
     options: JobOptions
-    threads: int
+    threads: int  # PyTorch threads on a CPU; 0 keeps PyTorch's default
 
 
 class RayEngine:
-    """Ray calls it with blocks of lines, in several threads at once; a call returns when its own lines are answered."""
+    """A callable actor: answers blocks of lines, from several threads at once; each call waits for its own lines."""
 
     def __init__(self, spec: EngineSpec) -> None:
         import torch
@@ -48,7 +48,7 @@ class RayEngine:
         threading.Thread(target=self._run, name="slipstream-engine", daemon=True).start()
 
     def __call__(self, block: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-        """Answer a block: columns `number` and `line` (JSON). Returns columns with an answer or a refusal each."""
+        """Answer a block with columns `number` and `line` (JSON); each line gets an answer or a refusal."""
         answers: dict[int, tuple[bool, dict[str, Any]]] = {}
         requests: list[JobRequest] = []
         for number, text in zip(block["number"], block["line"], strict=True):
@@ -86,14 +86,14 @@ class RayEngine:
             return [self._ended.pop(id(request)) for request in requests]
 
     def _new_work(self) -> Work:
-        """The work that was done since the last call."""
+        """The work done since the last call."""
         with self._changed:
             before, now = self._reported, Work(**vars(self._pool.work))
             self._reported = now
         return Work(**{name: value - getattr(before, name) for name, value in vars(now).items()})
 
     def _run(self) -> None:
-        """The engine's thread: decodes the rows of all blocks, round after round."""
+        """Decode the rows of all blocks, round after round, in the engine's thread."""
         try:
             while True:
                 with self._changed:

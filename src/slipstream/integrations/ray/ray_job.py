@@ -29,15 +29,15 @@ BLOCKS_AT_ONCE = 3  # blocks of lines that an actor works on at a time, each as 
 
 @dataclass
 class RayJob:
-    """A job whose lines are answered by actors. report: how far it is."""
+    """A job whose lines are answered by actors."""
 
     files: JobFiles
     spec: EngineSpec
     options: RayOptions
-    report: JobReport
+    report: JobReport  # progress so far
 
     def run(self, on_progress: Progress = lambda report: None) -> JobReport:
-        """Answer what no earlier run has answered. SlipstreamError if the cluster cannot be used or fails."""
+        """Answer the lines that no earlier run has answered; SlipstreamError if the cluster fails or cannot be used."""
         ray: Any = ray_module()
         digests = RequestDigest(self.spec.options, self.spec.config.acceptance)
         with JobState(self.files, digests, self.report) as state:
@@ -53,9 +53,9 @@ class RayJob:
                 self._write(state, lines, block)
                 on_progress(state.tick())
         except ray.exceptions.RayError as error:
-            raise SlipstreamError(f"Ray has failed: {_reason(error)}; what is answered stays in the output") from error
+            raise SlipstreamError(f"Ray failed: {_reason(error)}; finished answers stay in the output") from error
         if lines:
-            raise SlipstreamError(f"Ray has lost {len(lines)} lines; run the same command again to answer them")
+            raise SlipstreamError(f"Ray lost {len(lines)} lines; run the same command again to answer them")
 
     def _blocks(self, ray: Any, lines: Mapping[int, Line]) -> Iterator[Mapping[str, Any]]:
         """Blocks of answers, in the order in which they finish."""
@@ -111,7 +111,7 @@ def run_ray_job(
 
 @contextmanager
 def _connected(ray: Any, address: str) -> Iterator[None]:
-    """Connect to a cluster inside the block; a connection that exists already is used and left open."""
+    """Connect to a cluster inside the block; an existing connection is used and left open."""
     if ray.is_initialized():
         yield
         return
@@ -133,7 +133,7 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """SlipstreamError if nothing listens at the address; Ray would end the whole process, with many lines of output."""
+    """SlipstreamError if nothing listens at the address; Ray would end the whole process, with pages of output."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return
@@ -144,7 +144,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The line of a remote failure that says why."""
+    """The line of a remote failure that gives the reason."""
     cause = getattr(error, "cause", None) or error
     lines = [line for line in str(cause).strip().splitlines() if line.strip()]
     return lines[-1].strip()[:300] if lines else type(error).__name__

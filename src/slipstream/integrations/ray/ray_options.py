@@ -1,4 +1,4 @@
-"""The options of a job over Ray, besides its lines and its models."""
+"""The options of a job over Ray, in addition to its lines and models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.errors import SlipstreamError, UsageError, setting
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """Which cluster to use, how many engines, and what each engine gets."""
+    """The cluster, the number of engines, and each engine's share of the hardware."""
 
     ray: str = setting("", "run the job on this Ray cluster: auto, HOST:PORT, ray://HOST:PORT, or local")
     ray_actors: str = setting("1", "engines, each with the models in its memory: N, or MIN-MAX as the cluster allows")
@@ -28,7 +28,7 @@ class RayOptions:
 
     @property
     def actors(self) -> tuple[int, int]:
-        """The least and the greatest number of engines."""
+        """The minimum and maximum number of engines."""
         low, _, high = self.ray_actors.partition("-")
         return int(low), int(high or low)
 

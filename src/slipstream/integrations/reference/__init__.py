@@ -3,11 +3,10 @@
     from slipstream.integrations.reference import NucleusProcessor, speculative_generate
 
 `generate_functions` and `logits_processor` offer the functions of romsto/Speculative-Decoding (and of its batched
-relatives); `book_decoder` has the `SpeculativeDecoder` that book chapters build. What differs, because it was wrong
-there:
+relatives); `book_decoder` has the `SpeculativeDecoder` that book chapters build. Differences, where these are wrong:
 
-- Greedy text is the target's own greedy text; sampled text follows the target's distribution. The one lossy option,
-  skip_sample_adjustment=True, says so in the log.
+- Greedy output is the target's own; sampled output follows the target's distribution. The one lossy option,
+  skip_sample_adjustment=True, logs a warning.
 - One and two tokens can be generated. Where nothing was drafted the acceptance rate is 0.0.
 - Rows of a batch do not depend on each other, and each gets all the tokens it asked for.
 

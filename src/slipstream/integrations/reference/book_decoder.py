@@ -32,7 +32,7 @@ class SpeculativeDecoder:
             raise UsageError("draft_model=None; allowed: a loaded Hugging Face causal language model")
         self.target, self.draft, self.draft_tokens = target_model, draft_model, draft_tokens
         self._stats: Stats | None = None
-        decoder_of(target_model, draft_model)  # two models that do not fit are refused here
+        decoder_of(target_model, draft_model)  # refuses two models that do not fit
 
     def decode(self, input_ids: Tensor, max_new_tokens: int) -> Tensor:
         """The prompt and `max_new_tokens` tokens after it. input_ids: [1, n] -> [1, n + max_new_tokens].

@@ -1,7 +1,7 @@
 """`autoregressive_generate`, `speculative_generate` and `speculative_generate_batch` under their known signatures.
 
 All three are one loop, Slipstream's. Options are explained at `Options`.
-Seeds come from torch's global generator, one per row, so `torch.manual_seed` makes sampled text repeatable.
+Seeds come from torch's global generator, one per row, so `torch.manual_seed` makes sampled output repeatable.
 """
 
 from __future__ import annotations
@@ -41,39 +41,29 @@ EndIds = int | Sequence[int] | None
 
 @runtime_checkable
 class TokenNames(Protocol):
-    """What the functions need of a tokenizer; Hugging Face's tokenizers have it."""
+    """The part of a tokenizer that the functions use; Hugging Face's tokenizers have it."""
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         """Names of tokens, for debug output."""
 
     def get_vocab(self) -> dict[str, int]:
-        """Token text to id."""
+        """Token strings to ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One call's options; UsageError names the one that is wrong.
-
-    gamma: draft tokens per round; 0 is plain decoding.
-    max_gen_len: most tokens to generate; fewer (with a line in the log) if the model's context ends before.
-    eos_tokens_id: ids that end the text and are its last token; None for no end. Nothing else ends it.
-    pad_token_id: accepted because callers pass it. Rows are never padded, so no output depends on it.
-    use_cache: likewise. Keys and values are always cached within a call, and the output is the same either way.
-    first_target: likewise. The prompt is scored together with the first draft, so there is no pass to leave out.
-    skip_sample_adjustment: lossy; see `speculative_generate`.
-    debug: print every round to stderr.
-    """
+    """One call's options; UsageError names the one that is wrong."""
 
     logits_processor: Processor
-    max_gen_len: int
-    eos_tokens_id: EndIds
-    pad_token_id: int | None
-    use_cache: bool
-    debug: bool
+    max_gen_len: int  # most tokens to generate; fewer (with a line in the log) if the model's context ends before
+    eos_tokens_id: EndIds  # ids that end the output and are its last token; None: nothing ends it
+    pad_token_id: int | None  # no effect: callers pass it, but rows are never padded
+    use_cache: bool  # no effect: keys and values are always cached within a call
+    debug: bool  # print every round to stderr
     tokenizer: Any = None
-    gamma: int = 0
-    first_target: bool = True
-    skip_sample_adjustment: bool = False
+    gamma: int = 0  # draft tokens per round; 0 is plain decoding
+    first_target: bool = True  # no effect: the prompt is scored together with the first draft
+    skip_sample_adjustment: bool = False  # lossy; see `speculative_generate`
 
     def __post_init__(self) -> None:
         check_processor(self.logits_processor)
@@ -88,7 +78,7 @@ class Options:
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: True or False")
 
     def end_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """The ids that end the text; UsageError for one the model does not have."""
+        """The ids that end the output; UsageError for one that the model does not have."""
         ends = self.eos_tokens_id
         ids = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
         if not all(is_whole(token, 0, vocab_size - 1) for token in ids):
@@ -99,20 +89,18 @@ class Options:
 
 
 def round_line(round: Round, number: int, tokenizer: TokenNames | None) -> str:
-    """A line about a round: draft tokens accepted on the main chain and on a branch, rejected ones, and the next token.
+    """One line about a round: tokens accepted on the main chain and on a branch, rejected ones, and the next token.
 
-    Tokens are shown by name, or by id without a tokenizer. "unused" are draft tokens behind the text's end, which were
-    neither accepted nor rejected.
+    Tokens are shown by name, or by id without a tokenizer. "unused" are draft tokens after the end of the output, which
+    were neither accepted nor rejected.
     """
     accepted = round.num_accepted_tokens
     fate = "rejected" if round.rejected or round.path is not None else "unused"
     parts = [
         ("accepted", round.tokens[: round.num_accepted_on_chain]),
         ("branch", round.tokens[round.num_accepted_on_chain : accepted]),
-    ]
-    parts.append((fate, round.unaccepted))
-    parts += [
-        (origin, (token,)) for origin, token in zip(round.origins[accepted:], round.tokens[accepted:], strict=True)
+        (fate, round.unaccepted),
+        *((round.origins[i], round.tokens[i : i + 1]) for i in range(accepted, len(round.tokens))),
     ]
     words = [f"{what} {_names(tokens, tokenizer)}" for what, tokens in parts if tokens]
     end = [f"end ({round.finish_reason})"] if round.finish_reason else []
@@ -126,8 +114,8 @@ def _names(tokens: Sequence[int], tokenizer: TokenNames | None) -> str:
 def decoder_of(target: Module, drafter: Module | None, tokenizer: Any = None) -> SpeculativeDecoder:
     """The cached decoder over these models, with an empty KV cache.
 
-    drafter: None keeps the one of the last call, for requests that draft nothing. tokenizer: that of both models,
-    needed if their heads differ in size.
+    drafter: None keeps that of the last call, for requests that draft nothing. tokenizer: of both models, needed if
+    their heads differ in size.
     """
     for name, model in (("target", target), ("drafter", drafter)):
         if not isinstance(model, Module) and (name == "target" or model is not None):
@@ -199,8 +187,8 @@ def speculative_generate(
 
     The rate is accepted / drafted, 0.0 if nothing was drafted (gamma=0, or one token asked for).
 
-    skip_sample_adjustment: lossy. After a rejection the next token is sampled from p instead of (p - q)+, so the text
-    no longer follows the target's distribution; a warning says so. Greedy text needs no adjustment and stays exact.
+    skip_sample_adjustment: lossy. After a rejection the next token is sampled from p instead of (p - q)+, so the output
+    no longer follows the target's distribution; a warning says so. Greedy output needs no adjustment and stays exact.
     Other options: see `Options`. UsageError for wrong ones, and for a prompt that fills the model's context.
     """
     options = Options(
@@ -277,7 +265,7 @@ def _decode(prompts: list[list[int]], target: Module, drafter: Module | None, op
 
 
 def _with_rule(decoder: SpeculativeDecoder, sampling: Sampling, skip_sample_adjustment: bool) -> SpeculativeDecoder:
-    """The decoder with the rule that the processor's own draws or skip_sample_adjustment need."""
+    """The decoder with the rule that the processor's own draws or skip_sample_adjustment require."""
     if sampling.rule is not None:
         if skip_sample_adjustment:
             raise UsageError(
@@ -286,13 +274,13 @@ def _with_rule(decoder: SpeculativeDecoder, sampling: Sampling, skip_sample_adju
             )
         return decoder.using(acceptance=sampling.rule)
     if skip_sample_adjustment and not sampling.greedy:
-        log.warning("skip_sample_adjustment=True is lossy: the text does not follow the target's distribution")
+        log.warning("skip_sample_adjustment=True is lossy: the output does not follow the target's distribution")
         return decoder.using(acceptance=UNADJUSTED)
     return decoder
 
 
 def _with_length(params: SamplingParams, prompt: list[int], max_gen_len: int, context: int) -> SamplingParams:
-    """Options for one prompt; as in the originals, the text ends at the end of the model's context."""
+    """Options for one prompt; as in the originals, the output ends at the end of the model's context."""
     room = max(context - len(prompt), 1)  # a prompt that leaves no room is refused later, with other wrong prompts
     if room < max_gen_len:
         log.warning("max_gen_len=%d is cut to %d: the model's context is %d tokens", max_gen_len, room, context)
@@ -311,7 +299,7 @@ def _required(drafter: Module | None) -> Module:
 
 
 def _ids(name: str, prompt: Any) -> list[int]:
-    """A prompt as a list of token ids; one-dimensional tensors are lists too."""
+    """A prompt as a list of token ids; one-dimensional tensors count as lists."""
     ids = prompt.tolist() if isinstance(prompt, Tensor) and prompt.dim() == 1 else prompt
     is_list = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
     if not is_list or not ids:

@@ -25,7 +25,7 @@ TOLERANCE = 1e-3  # of the sum of a processor's probabilities; half precision is
 class LogitsProcessor(ABC):
     """A distribution, softmax(_process(logits) / temperature), and a way to sample from it.
 
-    Subclasses of your own stay exact, too: see `sampling_of`. temperature: > 0, else UsageError.
+    Subclasses of your own stay exact as well: see `sampling_of`. temperature: > 0, else UsageError.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -71,7 +71,7 @@ class MultinomialProcessor(LogitsProcessor):
 
 
 class TopKProcessor(MultinomialProcessor):
-    """A token sampled from the `top_k` most likely ones (and those that tie with the last of them)."""
+    """A token sampled from the `top_k` most likely ones and those that tie with the last of them."""
 
     def __init__(self, temperature: float, top_k: int) -> None:
         super().__init__(temperature)
@@ -128,7 +128,7 @@ def _share(top_p: float) -> float:
 
 @runtime_checkable
 class Processor(Protocol):
-    """What the functions need of a logits processor: probabilities [1, V] from logits and a token [1, 1] from those."""
+    """The part of a logits processor that the functions use: logits -> probs [1, V], and probs -> token [1, 1]."""
 
     def __call__(self, logits: Tensor) -> Tensor: ...
     def sample(self, probs: Tensor) -> Tensor: ...
@@ -143,7 +143,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether every position has one possible token."""
+        """True if every position has one possible token."""
         return self.params.temperature == 0
 
 
@@ -158,7 +158,7 @@ class _LogProbs:
 
 
 def check_processor(processor: Any) -> Processor:
-    """The processor; UsageError for anything that is no processor."""
+    """The processor; UsageError for anything else."""
     if isinstance(processor, type) or not isinstance(processor, Processor):
         name = processor.__name__ if isinstance(processor, type) else type(processor).__name__
         what = "the class" if isinstance(processor, type) else "a"
@@ -170,7 +170,7 @@ def check_processor(processor: Any) -> Processor:
 
 
 def sampling_of(processor: Processor, vocab_size: int, device: torch.device) -> Sampling:
-    """The distribution of a processor and how it samples. vocab_size, device: those of the logits it will see."""
+    """The distribution of a processor and its way of sampling. vocab_size, device: of the logits it will see."""
     params = _native(processor)
     if params is not None:
         return Sampling(params)
@@ -183,7 +183,7 @@ def sampling_of(processor: Processor, vocab_size: int, device: torch.device) -> 
 
 
 def _native(processor: Processor) -> SamplingParams | None:
-    """Options with the same distribution, if there are any; exact types only: a subclass may change it."""
+    """Options with the same distribution, if there are any; only for exact types, as a subclass may change it."""
     if type(processor) is GreedyProcessor:
         return SamplingParams(temperature=0.0)
     if type(processor) is MultinomialProcessor:
@@ -203,7 +203,7 @@ def _draws_like(processor: Processor, kind: type[GreedyProcessor] | type[Multino
 
 
 def _check_answer(processor: Processor, vocab_size: int, device: torch.device) -> None:
-    """Refuse a processor whose result is no distribution, or differs between two calls with the same logits."""
+    """Refuse a processor whose result is not a distribution, or differs between two calls with the same logits."""
     logits = torch.linspace(-3.0, 3.0, vocab_size, dtype=torch.float32, device=device)[None]
     first, second = processor(logits.clone()), processor(logits.clone())
     answer = f"shape {tuple(first.shape)}"
@@ -211,7 +211,7 @@ def _check_answer(processor: Processor, vocab_size: int, device: torch.device) -
         total = float(first.sum())
         if first.min() >= 0 and abs(total - 1) <= TOLERANCE and torch.equal(first, second):
             return
-        answer = f"two answers to the same logits, or probabilities of sum {total:g}"
+        answer = f"two answers to the same logits, or probabilities with sum {total:g}"
     raise UsageError(
         f"logits_processor {type(processor).__name__} gave {answer}; "
         f"allowed: probabilities of shape (1, {vocab_size}) that depend on the logits alone"
@@ -234,7 +234,7 @@ def own_draws(processor: Processor) -> Rule:
 
 
 def _follow(processor: Processor, p: Tensor, draft: list[int]) -> tuple[int, int]:
-    """How many draft tokens the processor samples itself, and what it samples next. p: [K + 1, V]."""
+    """Number of draft tokens that the processor samples itself, and the token it samples next. p: [K + 1, V]."""
     for accepted, distribution in enumerate(p):
         token = int(processor.sample(distribution[None]))
         if not 0 <= token < p.shape[-1]:

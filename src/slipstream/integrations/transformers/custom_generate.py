@@ -42,25 +42,25 @@ class CustomGenerate:
     `generate` itself for one call; `assistant_model=` and `assistant_tokenizer=` are other names for `draft=` and
     `draft_tokenizer=` (with `assistant_model=`, `generate` itself refuses num_return_sequences > 1; `draft=` takes it).
 
-    Greedy text equals that of `generate` without it, except where two tokens tie within rounding; sampled text has the
-    same distribution. Each row's seed comes from torch's global generator: after one `torch.manual_seed` a call gives
-    the same text again. Under acceptance "match" (the default) it does so with any drafter, except where two tokens tie
-    within rounding.
+    Greedy output equals that of plain `generate`, except where two tokens tie within rounding; sampled output has the
+    same distribution. Each row's seed comes from torch's global generator: after the same `torch.manual_seed`, a call
+    returns the same output again. Under acceptance "match" (the default) it does so with any drafter, except where two
+    tokens tie within rounding.
 
     What differs:
     - Processors and criteria are called with one row at a time, [1, n], padding included; processors must be stateless.
       Criteria get scores=None. A criterion with state sees the rows' tokens in another order than in `generate`.
     - `stop_strings` in a `GenerationConfig` reach no callable; `stop_strings=` and a `StopStringCriteria` do.
-    - `use_cache`, static and offloaded caches change nothing: the KV cache is Slipstream's own. The model keeps it, and
+    - `use_cache`, static and offloaded caches have no effect: the KV cache is Slipstream's own. The model keeps it, and
       the draft model, for later calls, as long as the model itself lives. `past_key_values` of the output is None.
-    - `prompt_lookup_num_tokens`, `num_assistant_tokens` and the like are not read, as they concern speed only; the log
-      names them once, and what to write instead. An assistant model's own settings are not read either.
+    - `prompt_lookup_num_tokens`, `num_assistant_tokens` and the like are not read, as they affect only speed; the log
+      names them once, with their replacements. An assistant model's own settings are not read either.
     - Where `max_time` or a criterion stops rows of a batch that has no end token, they run on until the last one stops,
       as in `generate`; with a pad token, rows stopped by `max_time` are padded instead.
     - The output with `return_dict_in_generate` has two more attributes: `slipstream_stats` (`Stats` of all rows) and
       `slipstream_results` (a `Result` per row).
 
-    Raises `UsageError`, which names the option, for whatever cannot be honoured: beams, contrastive search, guidance,
+    Raises `UsageError`, which names the option, for whatever cannot be honored: beams, contrastive search, guidance,
     scores, logits, attentions, hidden states, a given cache, embeddings, padding elsewhere than on the left, and models
     that `SpeculativeDecoder` refuses or that are in training mode.
     """
@@ -95,7 +95,7 @@ class CustomGenerate:
 
         input_ids: [B, n], repeated for num_return_sequences already. Returns [B, longest] or the output object.
         """
-        from_caller = NotPassedOn.of(model)
+        from_caller = NotPassedOn.from_frame(model)
         if from_caller.synced_gpus:
             raise UsageError("synced_gpus=True; allowed: None or False")
         call_settings = {
@@ -123,7 +123,7 @@ class CustomGenerate:
         prompts = read_prompts(model, input_ids, model_kwargs)
         if from_caller.streamer is not None and len(prompts) > 1:
             raise UsageError(f"streamer with {len(prompts)} rows; allowed: one row")
-        options = Options.of(generation_config, logits_processor, criteria, len(prompts))
+        options = Options.read(generation_config, logits_processor, criteria, len(prompts))
         try:
             rows = _decode(decoder, options, prompts, from_caller.streamer)
             continuations = {} if options.pads else _run_on(decoder, options, prompts, rows)
@@ -142,7 +142,7 @@ class CustomGenerate:
         return output
 
     def decoder_of(self, model: Any) -> SpeculativeDecoder:
-        """The decoder over the model and the draft, cached on the model."""
+        """The decoder over the model and the draft model, cached on the model."""
         for module in (model, self.draft):
             if isinstance(module, torch.nn.Module) and unwrapped(module).training:
                 raise UsageError(f"model {type(module).__name__} is in training mode; allowed: after model.eval()")
@@ -170,7 +170,6 @@ def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
 
 
 def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[PaddedPrompt], streamer: Any) -> list[Row]:
-    """Run the prompts to their ends."""
     room = decoder.target.backend.max_length
     for prompt in prompts:
         longest = room + prompt.padding.shape[1]
@@ -197,7 +196,7 @@ def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[Pad
 def _run_on(
     decoder: SpeculativeDecoder, options: Options, prompts: Sequence[PaddedPrompt], rows: Sequence[Row]
 ) -> dict[int, Row]:
-    """Continuations of the rows that stopped before the last one, as long as that one."""
+    """Continuations of the rows that stopped before the last one, up to its length."""
     longest = max(row.num_output_tokens for row in rows)
     short = [i for i, row in enumerate(rows) if row.num_output_tokens < longest]
     limit = replace(options, criteria=(), max_length=prompts[0].width + longest)
@@ -206,7 +205,7 @@ def _run_on(
 
 
 def _sequences(input_ids: Tensor, rows: Sequence[Row], continuations: dict[int, Row], pad_id: int | None) -> Tensor:
-    """[B, longest] the input unchanged, the output, and padding."""
+    """[B, longest] the unchanged input, the output, and padding."""
     longest = max(row.num_output_tokens for row in rows)
     outputs: list[list[int | None]] = []
     for i, row in enumerate(rows):

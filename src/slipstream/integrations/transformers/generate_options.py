@@ -1,6 +1,6 @@
-"""Reads what Hugging Face `generate` was called with: prompts, sampling options and what ends a row.
+"""Reads the arguments of Hugging Face `generate`: prompts, sampling options and stopping criteria.
 
-It refuses, by name, what cannot be honoured, and knows neither decoders nor models.
+Refuses, by name, what cannot be honored. Knows neither decoders nor models.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 ENCODED = "mm_encoder_outputs"  # images and videos as `generate` has encoded them, by kind
 HARMLESS = ("use_cache", "logits_to_keep")  # inputs of the model that change no text
 ROW_ENDS = (hf_stopping.MaxLengthCriteria, hf_stopping.EosTokenCriteria)  # a row checks these itself
-# option -> the values that a speculative loop can honour
+# option -> the values that a speculative loop can honor
 ALLOWED: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -56,7 +56,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "output_hidden_states": (None, False),
     "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),
 }
-ALONE = "a call without custom_generate"  # what honours every option
+ALONE = "a call without custom_generate"  # honors every option
 LOGPROBS = "logprobs=... of SpeculativeDecoder.generate"
 INSTEAD = {"output_scores": LOGPROBS, "output_logits": LOGPROBS}  # what to use for an option here
 # options of assisted generation: the values that say nothing (the last is `generate`'s default), and what to write here
@@ -70,7 +70,7 @@ UNREAD: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def refuse_options(config: Any, processors: Sequence[Any], criteria: Sequence[Any]) -> None:
-    """Refuse, by name, what a speculative loop cannot honour. config: the `GenerationConfig` in force."""
+    """Refuse, by name, options that a speculative loop cannot honor. config: the `GenerationConfig` in force."""
     for name, allowed in ALLOWED.items():
         value = getattr(config, name, None)
         if value not in allowed:
@@ -90,7 +90,7 @@ def refuse_options(config: Any, processors: Sequence[Any], criteria: Sequence[An
 
 
 def warn_of_unread_options(config: Any) -> None:
-    """Warn in the log of options of assisted generation, which change the speed there and nothing here."""
+    """Log a warning for options of assisted generation that change its speed and have no effect here."""
     for name, (neutral, instead) in UNREAD.items():
         value = getattr(config, name, None)
         if value not in neutral:
@@ -103,7 +103,7 @@ def _warn_once(message: str) -> None:
 
 
 def refuse_row_hooks(model: Any) -> None:
-    """Refuse, by name, options that a library has bound to hooks row by row, such as PEFT's adapter_names."""
+    """Refuse, by name, options that a library applies row by row through hooks, such as PEFT's adapter_names."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             for name, value in (hook.keywords if isinstance(hook, partial) else {}).items():
@@ -138,16 +138,16 @@ def read_prompts(model: Any, input_ids: Tensor, model_kwargs: Mapping[str, Any])
     for row, (ids, real) in enumerate(zip(input_ids, mask, strict=True)):
         start = len(real) - int(real.sum())
         if start == len(real) or not bool(real[start:].all()):
-            raise UsageError(f"attention_mask: row {row} is not padding and then tokens; allowed: padding on the left")
+            raise UsageError(f"attention_mask: row {row} is not padding, then tokens; allowed: padding on the left")
         prompts.append(PaddedPrompt(row, ids[None, :start], ids[start:].tolist()))
     return prompts
 
 
 @torch.inference_mode()
 def _is_default_type(model: Any, name: str, value: Any) -> bool:
-    """Whether an input only marks every token as text, as processors of models for text and images do.
+    """True if an input only marks every token as text, as processors of multimodal models do.
 
-    It then is all zeros, and the model returns the same logits without it; GPT-2 would add an embedding for zeros.
+    It is then all zeros, and the model returns the same logits without it; GPT-2 would add an embedding for zeros.
     """
     if not isinstance(value, Tensor) or value.is_floating_point() or bool(value.any()):
         return False
@@ -160,7 +160,7 @@ def _is_default_type(model: Any, name: str, value: Any) -> bool:
 
 
 def _is_new(cache: Any) -> bool:
-    """Whether `generate` has just made this cache, so that nothing has been read into it."""
+    """True if `generate` has just made this cache, so that nothing has been read into it."""
     if getattr(cache, "_is_user_defined", False):
         return False
     layers = getattr(cache, "layers", [])
@@ -172,23 +172,19 @@ def _is_new(cache: Any) -> bool:
 
 @dataclass(frozen=True)
 class Options:
-    """What all rows share. criteria: stopping criteria other than lengths and end tokens.
-
-    pad_id: fills finished rows up. pads: whether finished rows are filled up; else they run on until the last row
-    stops, as in `generate` if no criterion has end tokens.
-    """
+    """The options that all rows share."""
 
     processors: tuple[Processor, ...]
-    criteria: tuple[Criterion, ...]
+    criteria: tuple[Criterion, ...]  # stopping criteria other than lengths and end tokens
     end_ids: frozenset[int]
     max_length: int
     do_sample: bool
     num_rows: int
-    pad_id: int | None
-    pads: bool
+    pad_id: int | None  # pads finished rows
+    pads: bool  # if false, finished rows run on until the last row stops, as in `generate` without end tokens
 
     @classmethod
-    def of(cls, config: Any, processors: Sequence[Any], criteria: Sequence[Any], num_rows: int) -> Options:
+    def read(cls, config: Any, processors: Sequence[Any], criteria: Sequence[Any], num_rows: int) -> Options:
         """Read what `generate` prepared."""
         lengths = [c.max_length for c in criteria if type(c) is hf_stopping.MaxLengthCriteria]
         if not lengths:
@@ -252,7 +248,7 @@ class Watch:
         answer = torch.as_tensor(criterion(self._ids[:, : self._length], None))
         if answer.numel() != 1:
             raise UsageError(
-                f"stopping_criteria: {type(criterion).__name__} gave {answer.numel()} answers for one row; "
+                f"stopping_criteria: {type(criterion).__name__} returned {answer.numel()} answers for one row; "
                 "allowed: one per row of input_ids"
             )
         return bool(answer)
@@ -278,7 +274,7 @@ class NotPassedOn:
     assistant_tokenizer: Any = None
 
     @classmethod
-    def of(cls, model: Any) -> NotPassedOn:
+    def from_frame(cls, model: Any) -> NotPassedOn:
         """Read from the frame of the `generate` call that is under way for this model."""
         frame = inspect.currentframe()
         while frame is not None:

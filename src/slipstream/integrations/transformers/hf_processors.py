@@ -1,4 +1,4 @@
-"""Turns Hugging Face logits processors into fields of `SamplingParams` if order and meaning coincide exactly.
+"""Turns Hugging Face logits processors into fields of `SamplingParams` if order and meaning match exactly.
 
 All others stay processors and are called as `generate` calls them. This module knows neither decoders nor models.
 """
@@ -31,25 +31,27 @@ UNKNOWN = -2
 
 @dataclass(frozen=True)
 class PaddedPrompt:
-    """One row of `generate`'s input. padding: [1, P] the masked ids left of it; tokens: the others."""
+    """One row of `generate`'s input."""
 
     index: int
-    padding: Tensor
+    padding: Tensor  # [1, P] the masked ids to the left of `tokens`
     tokens: list[int]
 
     @property
     def width(self) -> int:
-        """The row's length as `generate` counts it, padding included."""
+        """The row's length including padding, as `generate` counts it."""
         return self.padding.shape[1] + len(self.tokens)
 
 
 def last_fields(processors: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
     """The warpers at the end of a sampling list as fields, and the processors before them.
 
-    Reading from the end stops at a processor without a field, or out of order: it and all before it stay processors, a
-    temperature included. A final normalisation is dropped, as it changes no distribution.
+    Reading from the end stops at a processor that has no field or is out of order: it and all before it stay
+    processors, including a temperature. A final normalization is dropped, as it changes no distribution.
     """
-    rest, fields, stage = list(processors), {"temperature": 1.0}, len(WARPERS)
+    rest = list(processors)
+    fields = {"temperature": 1.0}
+    stage = len(WARPERS)
     if rest and type(rest[-1]) is hf.LogitNormalization:
         rest.pop()
     while rest:
@@ -62,7 +64,7 @@ def last_fields(processors: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
 
 
 def _plain(warper: Any) -> bool:
-    """Whether a warper does what the field of its name does."""
+    """True if a warper does exactly what the field of its name does."""
     kind = type(warper)
     if kind is hf.TemperatureLogitsWarper:
         return True
@@ -73,9 +75,9 @@ def _plain(warper: Any) -> bool:
 def first_fields(
     processors: Sequence[Any], prompt: PaddedPrompt, end_ids: frozenset[int] | None
 ) -> tuple[dict[str, Any], list[Any]]:
-    """The fields of `SamplingParams` that a list begins with, and the rest of it.
+    """The fields of `SamplingParams` that a list begins with, and the rest of the list.
 
-    end_ids: the row's end tokens; None if something else may end it, which the field `min_tokens` would hold back.
+    end_ids: the row's end tokens; None if anything else may end it, which the field `min_tokens` would hold back.
     Fields act before `logits_processors`, stage by stage, so only a beginning in that order keeps its meaning. (Bad
     words of one token share the first stage with the bias; -inf commutes with a penalty.)
     """
@@ -114,8 +116,8 @@ def _known(processor: Any, prompt: PaddedPrompt, end_ids: frozenset[int] | None)
 
 
 def _ignored(penalty: Any, row: int) -> int:
-    """How many leading tokens of a row a repetition penalty leaves out."""
-    ignored = getattr(penalty, "prompt_ignore_length", None)  # versions before it penalise padding
+    """Number of leading tokens that a repetition penalty ignores in a row."""
+    ignored = getattr(penalty, "prompt_ignore_length", None)  # versions before it penalize padding
     return int(ignored[row]) if isinstance(ignored, Tensor) else ignored or 0
 
 
@@ -124,8 +126,9 @@ def _ids(tensor: Tensor) -> frozenset[int]:
 
 
 def for_row(processor: Any, row: int, num_rows: int) -> Any:
-    """The processor for one row: a copy narrowed to that row if the processor holds data of every row of the batch."""
-    kind, narrowed = type(processor), copy(processor)
+    """The processor for one row: if it holds data of every row of the batch, a copy with only that row's."""
+    kind = type(processor)
+    narrowed = copy(processor)
     if kind is hf.RepetitionPenaltyLogitsProcessor:
         if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
             narrowed.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
@@ -144,7 +147,7 @@ def for_row(processor: Any, row: int, num_rows: int) -> Any:
 
 
 class RowProcessor:
-    """`generate`'s processors for one row, shown what `generate` shows them: the row with its left padding."""
+    """`generate`'s processors for one row; they see the row with its left padding, as in `generate`."""
 
     def __init__(self, processors: Sequence[Processor], padding: Tensor) -> None:
         self._processors, self._padding = processors, padding
