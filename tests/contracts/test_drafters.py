@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream import Draft, Drafter, Round, SamplingParams, drafters
 from slipstream.core.rng import Race
@@ -44,8 +45,18 @@ def contract(test):
     return test
 
 
+class ToyWithStates(ToyBackend):
+    """A toy for drafters that read hidden states: those of a token are its id, in every layer."""
+
+    def keep_hidden_states(self, layers: Sequence[int]) -> None:
+        """Nothing to do: the ids are in the cache."""
+
+    def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor:
+        return self._cache.slots[slot, start:stop, None].float().expand(-1, len(layers))
+
+
 def make(name: str, coupled: bool) -> Drafter:
-    session = Session(ToyBackend(2))
+    session = Session(ToyWithStates(2))
     session.reserve(4, 300)
     bridged = BridgedSession(session, bridge("toy", "toy")) if drafters.traits(name).other_vocabulary else None
     setup = drafters.Setup(CPU, VOCAB_SIZE, session, coupled, target=session, bridged=bridged)
@@ -168,7 +179,8 @@ def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:
         drafters.load("nonsense", drafters.Setup(CPU, 7))
 
 
-FROM_ROUNDS = {"none", "ngram_table", "token_recycling"}  # these draft nothing, or only what earlier rounds taught them
+# these draft nothing, or only from what the target has read or earlier rounds have taught them
+FROM_ROUNDS = {"none", "ngram_table", "token_recycling"}
 
 
 @pytest.mark.parametrize("name", sorted(set(drafters.names()) - FROM_ROUNDS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -300,3 +300,9 @@ def test_a_sampler_chooses_the_tokens_of_the_plain_race(monkeypatch: pytest.Monk
                 right = chosen[:, : position + 1].clamp(min=0).tolist()
                 tokens = [[*path, 0, 0, 0][:3] for path in right]
     assert 0 < winners.count(None) < 0.5 * len(winners)
+
+
+def test_an_option_that_the_kernel_does_not_know_is_not_ignored() -> None:
+    further = make_dataclass("Further", [("typical_p", float, 1.0)], bases=(WarpOptions,), frozen=True)
+    with pytest.raises(ValueError, match="too many values"):
+        compiled().sure_winner(torch.zeros(VOCAB), 0, further(1.0))

@@ -31,9 +31,11 @@ class CompiledRace(Race):
         if scores.dtype not in DTYPES or scores.shape != self._probs.shape or not scores.is_contiguous():
             return None
         row, is_bfloat16, spaces = address(scores), scores.dtype == torch.bfloat16, (self._probs, self._contenders)
-        temperature, cut = max(options.temperature, 1e-30), (options.top_k, options.top_p, options.min_p)
-        pointers = map(address, spaces)
-        winner = self._library.race_winner(row, is_bfloat16, len(scores), bits, temperature, *cut, *pointers)
+        temperature, top_k, top_p, min_p = vars(options).values()  # fails for an option that the kernel does not know
+        cut, pointers = (top_k, top_p, min_p), map(address, spaces)
+        winner = self._library.race_winner(
+            row, is_bfloat16, len(scores), bits, max(temperature, 1e-30), *cut, *pointers
+        )
         return None if winner < 0 else int(winner)
 
     def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:

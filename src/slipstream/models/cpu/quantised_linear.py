@@ -2,7 +2,6 @@
 
 int8: 32 inputs share a float16 scale, the largest magnitude over 127 (GGUF's Q8_0). int4: 32 inputs share a float16
 scale and a zero point, the range between their extremes, or the share of it with the least squared error.
-docs/results.md compares it with other schemes.
 
 A draft model's layers are quantised one by one: a draft cannot change what is generated, only how much of it is
 accepted. A draft step then reads a third or half of the bytes. A target is quantised as a whole (`RoundedTensors`).
