@@ -41,6 +41,7 @@ class Engine:
     make_sampler: MakeSampler
     acceptance: str | Rule = "auto"
     draft_session: PromptReader | None = None  # of the draft model that drafts; its cache grows with the target's
+    reads_ahead: bool = True  # it reads the prompts of rows that wait
     grammar: Grammar | None = None  # proposes what constraints force, and cuts what they forbid
     make_race: Callable[[int, torch.device], Race] = Race  # (vocabulary size, device) -> the source of random draws
     now: Callable[[], float] = perf_counter  # seconds
@@ -165,7 +166,7 @@ class Engine:
     def _model_reads(self, row: Row, running: Sequence[Row]) -> bool:
         """True if the draft model will read a new row: it finishes what it began, and reads all rows of a batch."""
         has_begun = self.draft_session is not None and self.draft_session.holds(row)
-        return has_begun or any(map(self._expects_drafts, (row, *running)))
+        return has_begun or (self.reads_ahead and any(map(self._expects_drafts, (row, *running))))
 
     def _expects_drafts(self, row: Row) -> bool:
         requested = row.params.num_draft_tokens

@@ -106,7 +106,8 @@ class EngineChoice:
             make_policy(self.lengths, planner, limit=target.longest_draft),
             Sampler,
             self.acceptance,
-            models.draft_reader if traits.has_own_cache else None,
+            models.draft_reader if traits.has_own_cache or not isinstance(self.drafter, str) else None,
+            traits.has_own_cache,
             # plain decoding drafts nothing, forced or not
             ForcedDrafts(target) if traits.default_length and self.lengths.count != 0 else None,
             race,
