@@ -569,3 +569,28 @@ def test_weights_for_a_gpu_are_read_straight_onto_it(
     fresh("qwen2").save_pretrained(tmp_path)
     load_model(str(tmp_path), LoadOptions(device=device, extra=extra))
     assert device_maps == [expected]
+
+
+@pytest.mark.parametrize("content", ["", '{"eos_token_id": [1,', "[]"])
+def test_a_damaged_generation_config_is_refused(content: str, tmp_path: Path) -> None:
+    fresh("llama").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(SlipstreamError, match=r"generation_config\.json could not be read: "):
+        load_model(str(tmp_path), LoadOptions())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_type": "video_rope"}, "rope_type='video_rope'; allowed: default, .*yarn"),
+        ({"rope_type": "linear", "factor": None}, "factor=None; allowed: a number"),
+        ({"rope_type": "default", "rope_theta": "10000"}, "rope_theta='10000'; allowed: a number"),
+    ],
+)
+def test_unreadable_rotary_settings_are_named(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    fresh("llama").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["rope_parameters"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(SlipstreamError, match=f"the rotary settings of config.json have {message}"):
+        load_model(str(tmp_path), LoadOptions())

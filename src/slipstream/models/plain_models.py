@@ -12,7 +12,7 @@ import torch
 
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.loaded import PLAN, WHICH_FILES, LoadOptions
-from slipstream.models.quantised_models import load_in_blocks
+from slipstream.models.quantised_models import generation_settings, load_in_blocks
 from slipstream.models.weights.adapters import Adapter, adapter_at
 from slipstream.models.weights.model_files import is_gguf, not_loaded
 from slipstream.models.weights.quantised_checkpoint import METHODS
@@ -26,6 +26,7 @@ from slipstream.models.weights.transformers_reader import (
     device_named,
     is_applied_by_transformers,
     quietly,
+    wrong_rotation,
 )
 
 PLACING = {"device_map", "distributed_config"}  # load options that say where weights go
@@ -40,10 +41,12 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     folder = resolve(source, options.extra)
     if (adapter := _adapter(source, folder, options)) is not None:
         return _adapted(adapter, options)
+    generation_settings(source, folder, options.files)  # refuses a damaged file, which transformers ignores
     device = None if options.extra.keys() & PLACING else device_named(options.device)
     _read_ahead(Path(folder))
     from transformers import AutoConfig  # takes seconds
 
+    config = None
     try:
         with quietly():
             config = options.extra.get("config") or AutoConfig.from_pretrained(folder, **options.files)
@@ -54,7 +57,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
             arguments |= options.files | options.extra
             model, report = auto_class(config).from_pretrained(folder, **arguments, output_loading_info=True)
     except READER_ERRORS as error:
-        raise not_loaded(source, folder, error) from error
+        raise wrong_rotation(source, config) or not_loaded(source, folder, error) from error
     check_weights(source, report, bool(options.extra.get("ignore_mismatched_sizes")))
     if file_of(folder, SINGLE, options.files) is None and file_of(folder, INDEX, options.files) is not None:
         CheckpointFiles(source, folder, options.files).check_copies()
@@ -99,8 +102,11 @@ def _adapted(adapter: Adapter, options: LoadOptions) -> tuple[str, Any]:
     if adapter.revision and not Path(adapter.base).expanduser().exists():
         extra["revision"] = adapter.revision
     base = replace(options, fast=False, extra=extra, quantise=None)
-    quantised = load_in_blocks(adapter.base, base)
-    folder, model = load_model(adapter.base, base) if quantised is None else (quantised.folder, quantised.model)
+    try:
+        quantised = load_in_blocks(adapter.base, base)
+        folder, model = load_model(adapter.base, base) if quantised is None else (quantised.folder, quantised.model)
+    except SlipstreamError as error:
+        raise type(error)(f"adapter {adapter.source!r} is for a base model that was not loaded: {error}") from error
     return adapter.place if adapter.has_tokenizer else folder, adapter.merged_into(model).eval()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import UsageError
+from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.kernel_libraries import block_kernels
@@ -79,6 +80,18 @@ class QuantisedSource(Protocol):
 
     def unpacked(self, options: LoadOptions) -> tuple[str, Any] | None:
         """The tokenizer's folder, and the model in floating point; None if `load_model` is to unpack it."""
+
+
+def generation_settings(source: str, folder: str, files: Mapping[str, Any]) -> Any:
+    """The generation settings of a folder or hub id, such as the tokens that end a text; None if it has no file."""
+    from transformers import GenerationConfig
+
+    try:
+        if file_of(folder, GENERATION, files) is not None:
+            return GenerationConfig.from_pretrained(folder, **located(files))
+    except READER_ERRORS as error:
+        raise SlipstreamError(f"model {source!r}: {GENERATION} could not be read: {one_line(error)}") from error
+    return None
 
 
 def load_in_blocks(source: str, options: LoadOptions) -> QuantisedModel | None:
@@ -262,13 +275,8 @@ class _Checkpoint:
 
     def _with_generation(self, model: Any) -> Any:
         """Give the model the checkpoint's generation settings, such as the tokens that end a text."""
-        from transformers import GenerationConfig
-
-        try:
-            if file_of(self.folder, GENERATION, self.files) is not None:
-                model.generation_config = GenerationConfig.from_pretrained(self.folder, **located(self.files))
-        except READER_ERRORS as error:
-            raise not_loaded(self.source, self.folder, error) from error
+        if (settings := generation_settings(self.source, self.folder, self.files)) is not None:
+            model.generation_config = settings
         return model
 
     def _plain(self, weights: dict[str, Tensor], options: LoadOptions) -> tuple[str, Any]:

@@ -185,3 +185,23 @@ def test_an_adapter_that_changes_only_some_tokens_is_refused(tmp_path: Path) -> 
         SpeculativeDecoder(adapted)
     with pytest.raises(SlipstreamError, match="aLoRA does not support safe merging"):
         SpeculativeDecoder(place)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ('{"base_model_name_or_path": "."}', "base_model_name_or_path='.' leads back to the adapter itself"),
+        ('{"base_model_name_or_path": "other"}', "base_model_name_or_path='other' leads back to the adapter itself"),
+        ('{"base_model_name_or_path": "/gone"}', "is for a base model that was not loaded: model '/gone' is not a"),
+        ('{"base_', r"adapter_config.json is damaged: Unterminated string .* allowed: JSON"),
+    ],
+)
+def test_an_adapter_without_a_usable_base_model_is_refused_by_its_own_name(
+    settings: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "adapter_config.json").write_text('{"base_model_name_or_path": "."}')
+    (tmp_path / "adapter_config.json").write_text(settings)
+    with pytest.raises(SlipstreamError, match=f"adapter '.*{message}"):
+        SpeculativeDecoder(str(tmp_path))

@@ -124,20 +124,33 @@ class Adapter:
         return file_of(self.place, "tokenizer_config.json", self.files) is not None
 
 
-def adapter_at(source: str, place: str, files: Mapping[str, Any]) -> Adapter | None:
+def adapter_at(
+    source: str, place: str, files: Mapping[str, Any], adapters: frozenset[Path] = frozenset()
+) -> Adapter | None:
     """The adapter in a folder or repository; None for whole models. files: see `LoadOptions.files`.
 
-    Raises `UsageError` for an adapter that names no base model, OSError where files cannot be fetched.
+    adapters: folders of the adapters whose base model this is. Raises `UsageError` for an adapter that names no base
+    model or leads back to itself, `SlipstreamError` for damaged settings, OSError where files cannot be fetched.
     """
     if file_of(place, CONFIG, files) is not None or (file := file_of(place, ADAPTER, files)) is None:
         return None
-    settings = json.loads(Path(file).read_text(encoding="utf-8"))
+    try:
+        settings = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SlipstreamError(f"adapter {source!r}: {file} is damaged: {one_line(error)}; allowed: JSON") from error
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not isinstance(base, str) or not base:
         raise UsageError(
             f"model {source!r} is an adapter whose {ADAPTER} has base_model_name_or_path={base!r}; allowed: the base "
             "model's hub id or folder"
         )
+    if (folder := Path(place).resolve()) in adapters:
+        raise UsageError(
+            f"adapter {source!r}: base_model_name_or_path={base!r} leads back to the adapter itself; allowed: the base "
+            "model's hub id or folder"
+        )
+    if Path(base).expanduser().is_dir():
+        adapter_at(base, str(Path(base).expanduser()), {}, adapters | {folder})
     return Adapter(source, place, base, str(settings.get("revision") or ""), files, settings)
 
 

@@ -83,6 +83,28 @@ def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = 
     refuse_unused(source, report["unexpected_keys"])
 
 
+def wrong_rotation(source: str, config: Any) -> SlipstreamError | None:
+    """The error to raise if a model was not made and its rotary settings are why: transformers names no field."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
+    if not isinstance(parameters, Mapping):
+        return None
+    kinds = ["default", *ROPE_INIT_FUNCTIONS]
+    for settings in [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]:
+        for name, value in settings.items():
+            wrong = None
+            if name == "rope_type":
+                wrong = None if value in kinds else ", ".join(dict.fromkeys(kinds))
+            elif name != "type" and (value is None or isinstance(value, str)):
+                wrong = "a number"
+            if wrong is not None:
+                return SlipstreamError(
+                    f"model {source!r}: the rotary settings of config.json have {name}={value!r}; allowed: {wrong}"
+                )
+    return None
+
+
 def _first_few(items: Sequence[str], separator: str = ", ") -> str:
     return separator.join(items[:SHOWN])
 
