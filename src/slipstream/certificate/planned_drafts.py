@@ -1,0 +1,136 @@
+"""Drafters that know what the target will write, so that drafts are accepted as far as a check needs them to be.
+
+The drafter under test may be right too rarely for its rule, or for the engine, ever to see a long draft accepted. All
+of these also record what the target computed, as observers of its verdicts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from slipstream.certificate.sampled_law import Place, SampledTexts, place_of
+from slipstream.core.interfaces import Drafter, Sampler
+from slipstream.core.rng import Stream
+from slipstream.core.types import Draft, Row, Traits, Verdict
+
+
+@dataclass
+class PlannedDrafts:
+    """Drafts each prompt's known text with a mistake, so that each number of tokens is accepted about as often.
+
+    Without texts it drafts nothing: plain decoding, with the logits recorded.
+    """
+
+    texts: Mapping[tuple[int, ...], Sequence[int]] = field(default_factory=dict)
+    vocab_size: int = 0
+    siblings: int = 0  # further tokens at each level of a tree
+    traits: Traits = field(default=Traits(samples=False, needs_forwards=False))
+    logits: dict[tuple[tuple[int, ...], int], bytes] = field(default_factory=dict)  # digests by prompt and position
+    accepted: Counter[int] = field(default_factory=Counter)  # drafts by the number of tokens accepted
+    _planned: Counter[int] = field(default_factory=Counter)  # drafts by the number of tokens that are right
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        drafts = [self._drafted(row, length, in_batch=len(rows) > 1) for row, length in zip(rows, lengths, strict=True)]
+        chains = Draft.from_lists([tokens for tokens, _ in drafts], sampler.device)
+        if not (self.siblings and sampler.branching):
+            return chains
+        return Draft(chains.tokens, chains.lengths, parents=tuple(tuple(parents) for _, parents in drafts))
+
+    def _drafted(self, row: Row, length: int, *, in_batch: bool) -> tuple[list[int], list[int]]:
+        """A row's tokens and their parents. In a batch the rows' drafts have different lengths."""
+        text = self.texts.get(tuple(row.tokens[: row.prompt_length]))
+        if text is None or not length:
+            return [], []
+        turn = self._planned.total()
+        if in_batch:
+            length -= turn % min(3, length)
+        levels = max(1, length // (1 + self.siblings))
+        right = min(range(levels, -1, -1), key=self._planned.__getitem__)  # the depth planned least often, long ones first
+        self._planned[right] += 1
+        known = [*text[row.num_output_tokens :][:levels]]
+        known += [0] * (levels - len(known))
+        mistaken = [(token + 1 + turn) % self.vocab_size for token in known]
+        if not self.siblings:
+            return [*known[:right], *mistaken[right : right + 1], *known[right + 1 :]], []
+        tokens, parents, last = list[int](), list[int](), -1
+        for level, token in enumerate(known):
+            wrong = [(token + 1 + other) % self.vocab_size for other in range(1 + self.siblings)]
+            place = (level + turn) % (1 + self.siblings)
+            children = [*wrong[:place], token if level < right else wrong[place], *wrong[place + 1 :]][
+                : length - len(tokens)
+            ]
+            parents += [last] * len(children)
+            last = len(tokens) + min(place, len(children) - 1)
+            tokens += children
+        return tokens, parents
+
+    def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        counts = verdict.accepted.tolist()
+        paths = None if verdict.path is None else verdict.path.tolist()
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if draft.lengths[i]:
+                self.accepted[count] += 1
+            nodes = range(count) if paths is None else paths[i][:count]
+            prompt = tuple(row.tokens[: row.prompt_length])
+            for offset, column in enumerate([0, *(node + 1 for node in nodes)]):
+                bits = logits[i, column].contiguous().view(torch.uint8).cpu().numpy()
+                self.logits[prompt, row.num_output_tokens + offset] = blake2b(bits.tobytes(), digest_size=16).digest()
+
+
+@dataclass
+class RecordedLogits:
+    """Records a row's logits after its prompt and after each token of its text, [tokens, V]; drafts nothing."""
+
+    texts: dict[Row, list[Tensor]] = field(default_factory=dict)
+    traits: Traits = field(default=Traits(samples=False, needs_forwards=False))
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        return Draft.empty(len(rows), sampler.device)
+
+    def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        for i, row in enumerate(rows):
+            self.texts.setdefault(row, []).append(logits[i, 0].float().cpu())
+
+
+@dataclass
+class LikelyDrafts:
+    """Samples each token from a distribution near the target's own, as it is along the target's likeliest text.
+
+    near: for each prompt and its options, the distribution [V] of each position of the text. After a token that is not
+    the likeliest, drafts are often rejected: any distribution is right for a draft if the rule is told which it was.
+    """
+
+    near: Mapping[Place, Sequence[Tensor]]
+    traits: Traits = field(default=Traits(needs_forwards=False))
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        width = max(lengths)
+        if not width:
+            return Draft.empty(len(rows), sampler.device)
+        tables = []
+        for row in rows:
+            known = self.near[place_of(row)][row.num_output_tokens :][:width]
+            tables.append(torch.stack([*known, *[known[-1]] * (width - len(known))]))
+        probs = torch.stack(tables).to(sampler.device)
+        return Draft(sampler.draw(probs, stream=Stream.DRAFT), tuple(lengths), probs)
+
+
+@dataclass
+class ObservedDrafter:
+    """Another drafter, with an observer of what the target makes of its drafts."""
+
+    drafter: Drafter
+    traits: Traits
+    observer: SampledTexts
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        return self.drafter.propose(rows, lengths, sampler)
+
+    def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        self.observer.observe(rows, draft, logits, verdict)
