@@ -40,7 +40,12 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_sets import NamedPrompt
 from slipstream.text.results import Result
 
-SEEDS_AT_ONCE, FEWEST_SEEDS, MOST_SEEDS = 4, 12, 200  # texts of each prompt under each of six sampling options
+SEEDS_AT_ONCE, FEWEST_SEEDS, MOST_WRONG, MOST_SEEDS = (
+    4,
+    12,
+    48,
+    200,
+)  # texts of each prompt under each of six sampling options
 AFTER_DRAFT = 3  # tokens of a sampled text besides the longest draft: before it, its bonus token and the one after
 MOST_PLANNED = 128  # tokens of a text with planned drafts, unless longer ones are asked for
 PLANNED = 16  # tokens of planned drafts where measured costs decide how much is drafted
@@ -174,7 +179,7 @@ class LawChecks:
             drafting.using(ObservedDrafter(drafting.drafter, drafting.traits, texts), acceptance=acceptance)
             for drafting in self._drafting
         ]
-        outcome = self._test(decoders, texts, self.deadline)
+        outcome = self._test(decoders, texts)
         return Finding.of(outcome.passed and outcome.drafted > 0, str(outcome))
 
     def likely(self) -> Finding:
@@ -194,15 +199,16 @@ class LawChecks:
         texts = SampledTexts(self._near)
         drafter = ObservedDrafter(LikelyDrafts(self._near), LikelyDrafts.traits, texts)
         decoder = self.decoder.using(drafter, num_draft_tokens=self.depth, acceptance=rule)
-        return self._test([decoder], texts, self.deadline if rule is None else 0.0)
+        return self._test([decoder], texts, is_wrong=rule is not None)
 
-    def _test(self, decoders: Sequence[SpeculativeDecoder], texts: SampledTexts, deadline: float) -> LawTest:
-        """Sample until the deadline, at least FEWEST_SEEDS; a fault ends the test."""
-        for start in range(0, MOST_SEEDS, SEEDS_AT_ONCE):
+    def _test(self, decoders: Sequence[SpeculativeDecoder], texts: SampledTexts, *, is_wrong: bool = False) -> LawTest:
+        """Sample at least FEWEST_SEEDS, and on until the deadline; a wrong rule until it is caught, or MOST_WRONG."""
+        for start in range(0, MOST_WRONG if is_wrong else MOST_SEEDS, SEEDS_AT_ONCE):
             for place, decoder in enumerate(decoders):
                 seeds = range(start + place, start + SEEDS_AT_ONCE, len(decoders))
                 sample(decoder, self._prompts, self._params, planned_length(decoder) + AFTER_DRAFT, seeds)
-            if texts.impossible or (start + SEEDS_AT_ONCE >= FEWEST_SEEDS and perf_counter() > deadline):
+            is_enough = start + SEEDS_AT_ONCE >= FEWEST_SEEDS and perf_counter() > self.deadline
+            if texts.impossible or (is_enough if not is_wrong else not texts.outcome().passed):
                 break
         return texts.outcome()
 
@@ -338,7 +344,7 @@ class TextChecks:
         if temperature and not self._seeded.coupled:
             return not_applicable("this rule does not couple draws")
         levels = planned_length(self.decoder)
-        needed = (levels + 1) * (levels + 2) // 2  # tokens of texts in which every depth occurs
+        needed = (levels + 1) * (levels + 2)  # tokens of texts in which every depth occurs
         length = max(self._length(self.max_tokens), min(MOST_PLANNED, needed // len(self._ids) + levels))
         params = SamplingParams(temperature=temperature, max_tokens=length, seed=11, ignore_eos=True)
         prompts = [*self._ids, self._long_prompt(length)]
@@ -357,7 +363,10 @@ class TextChecks:
         self._compare(comparison, decoder, prompts, short, params)
         finding = self._finding(comparison)
         missing = [depth for depth in range(levels + 1) if not drafts.accepted[depth]]
-        reached = f"accepted 0 to {levels} deep" if not missing else f"not accepted {', '.join(map(str, missing))} deep"
+        absent = [length for length in range(1, max(drafts.lengths, default=0) + 1) if not drafts.lengths[length]]
+        reached = f"drafts of 1 to {max(drafts.lengths, default=0)} tokens, accepted 0 to {levels} deep"
+        for what, numbers in (("length", absent), ("depth", missing)):
+            reached += f", without {what} {', '.join(map(str, numbers))}" if numbers else ""
         detail = f"{finding.detail}, {reached}"
         if not self.decoder.reproducible:
             return Finding.of(finding.outcome == "pass" and levels not in missing, detail)
@@ -462,32 +471,32 @@ class Verifier:
     def __post_init__(self) -> None:
         texts = TextChecks(self.decoder, self.prompts, self.max_tokens, SHARE_OF_TEXTS * self.budget)
         laws = LawChecks(self.decoder, perf_counter() + self.budget)
-        self._checks: dict[str, Callable[[], Finding]] = {}
+        self.checks: dict[str, Callable[[], Finding]] = {}
         if self.decoder.reproducible:
-            self._checks["forward shapes agree"] = self._shapes
-        self._checks |= {
+            self.checks["forward shapes agree"] = self._shapes
+        self.checks |= {
+            "rule, by enumeration": laws.enumerated,
+            "power: rules wrong at one depth": laws.enumeration_power,
             "greedy text, one by one": texts.greedy,
             "greedy text, in a batch": texts.batch,
             "seeded text, one by one": texts.seeded,
             "planned drafts, greedy": partial(texts.planned, 0.0),
             "planned drafts, seeded": partial(texts.planned, 0.9),
             **{f"option {name}": partial(texts.option, name) for name in OPTIONS},
-            "rule, by enumeration": laws.enumerated,
-            "power: rules wrong at one depth": laws.enumeration_power,
             "distribution of sampled text": laws.sampled,
             "distribution, likely drafts": laws.likely,
             **{f"power: {rule} is caught": partial(laws.power, rule) for rule in wrong_rules(laws.depth // 2)},
         }
         if self.alone is not None:
-            self._checks["target with and without drafter"] = self._unchanged
+            self.checks["target with and without drafter"] = self._unchanged
 
     @property
     def num_checks(self) -> int:
-        return len(self._checks)
+        return len(self.checks)
 
     def run(self) -> Iterator[Check]:
         """All checks, one after another."""
-        for name, check in self._checks.items():
+        for name, check in self.checks.items():
             started = perf_counter()
             finding = check()
             yield Check(name, finding.outcome, finding.detail, perf_counter() - started)

@@ -33,6 +33,7 @@ class PlannedDrafts:
     traits: Traits = field(default=Traits(samples=False, needs_forwards=False))
     logits: dict[tuple[tuple[int, ...], int], bytes] = field(default_factory=dict)  # digests by prompt and position
     accepted: Counter[int] = field(default_factory=Counter)  # drafts by the number of tokens accepted
+    lengths: Counter[int] = field(default_factory=Counter)  # drafts by their number of tokens
     _planned: Counter[int] = field(default_factory=Counter)  # drafts by the number of tokens that are right
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
@@ -48,10 +49,12 @@ class PlannedDrafts:
         if text is None or not length:
             return [], []
         turn = self._planned.total()
-        if in_batch:
-            length -= turn % min(3, length)
+        if in_batch or turn % 2:  # every length occurs, for each may take another forward
+            length = 1 + turn // 2 % length
         levels = max(1, length // (1 + self.siblings))
-        right = min(range(levels, -1, -1), key=self._planned.__getitem__)  # the depth planned least often, long ones first
+        right = min(
+            range(levels, -1, -1), key=self._planned.__getitem__
+        )  # the depth planned least often, long ones first
         self._planned[right] += 1
         known = [*text[row.num_output_tokens :][:levels]]
         known += [0] * (levels - len(known))
@@ -76,6 +79,7 @@ class PlannedDrafts:
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if draft.lengths[i]:
                 self.accepted[count] += 1
+                self.lengths[draft.lengths[i]] += 1
             nodes = range(count) if paths is None else paths[i][:count]
             prompt = tuple(row.tokens[: row.prompt_length])
             for offset, column in enumerate([0, *(node + 1 for node in nodes)]):
@@ -130,6 +134,7 @@ class ObservedDrafter:
     observer: SampledTexts
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        self.observer.sampler = sampler
         return self.drafter.propose(rows, lengths, sampler)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:

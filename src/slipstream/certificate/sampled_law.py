@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import Distributions, Rule, rejection
+from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.sampling.params import SamplingParams
@@ -76,27 +77,29 @@ class SampledToken:
 
     option: Option
     position: int
-    events: tuple[tuple[bool, float], ...]
+    events: Mapping[str, tuple[bool, float]]
 
 
 @dataclass
 class SampledTexts:
     """Observes rounds, and keeps of each sampled token what the test needs.
 
-    near: the drafter's distributions, if it is `LikelyDrafts`. Where a draft takes the place of the target's token,
-    the tokens to which the drafter gives more probability than the target come too often.
+    near: the drafter's distributions, if it is `LikelyDrafts`.
     """
 
     near: Mapping[Place, Sequence[Tensor]] = field(default_factory=dict)
     texts: dict[Row, list[SampledToken]] = field(default_factory=dict)
     starts: dict[Row, list[int]] = field(default_factory=dict)  # positions at which rounds began
+    sampler: Sampler | None = None  # the engine's, of the round
     impossible: int = 0
+    error: float = 0.0  # the largest difference between the engine's probabilities and those of the options
     drafted: int = 0
     accepted: Counter[int] = field(default_factory=Counter)  # drafts by the number of tokens accepted
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         counts, following = verdict.accepted.tolist(), verdict.next_token.tolist()
         paths = None if verdict.path is None else verdict.path.tolist()
+        self._compare_probs(rows, logits[:, :1])
         for i, (row, count, last) in enumerate(zip(rows, counts, following, strict=True)):
             if draft.lengths[i]:
                 self.drafted += draft.lengths[i]
@@ -105,47 +108,72 @@ class SampledTexts:
             tokens = [*draft.tokens[i, nodes].tolist(), last][: row.remaining]
             self.starts.setdefault(row, []).append(row.num_output_tokens)
             for offset, (token, column) in enumerate(zip(tokens, [0, *(node + 1 for node in nodes)], strict=False)):
-                self._add(row, row.num_output_tokens + offset, token, logits[i, column].cpu())
+                q = None
+                if draft.probs is not None and draft.lengths[i] and offset == 0:
+                    q = draft.probs[i, 0]  # later ones are known only after drafts that were accepted
+                self._add(row, row.num_output_tokens + offset, token, logits[i, column].cpu(), q)
 
-    def _add(self, row: Row, position: int, token: int, logits: Tensor) -> None:
+    def _compare_probs(self, rows: Sequence[Row], logits: Tensor) -> None:
+        """Compare the engine's distributions of the rows' next tokens with those of the second implementation."""
+        if self.sampler is None or self.sampler.rows != list(rows):  # the round draws from the prompt's logits
+            return
+        computed = self.sampler.probs(self.sampler.scores(logits, logits.new_zeros(len(rows), 0, dtype=torch.int64)))
+        for row, probs, row_logits in zip(rows, computed[:, 0].cpu().double(), logits[:, 0].cpu(), strict=True):
+            expected = filtered(row_logits, option_of(row.params))
+            edge = float(expected[expected == expected[expected > 0].min()].sum())  # which rounding may exclude
+            difference = float((probs - expected).abs().max())
+            self.error = max(self.error, difference if difference > edge + SLACK else 0.0)
+
+    def _add(self, row: Row, position: int, token: int, logits: Tensor, q: Tensor | None) -> None:
         option = option_of(row.params)
         probs = filtered(logits, option)
         chosen = float(probs[token])
         if chosen == 0.0 and float(filtered(logits, option, SLACK)[token]) == 0.0:
             self.impossible += 1
         best = int(probs.argmax())
-        events = [(token == best, float(probs[best]))]
+        events = {"likeliest token": (token == best, float(probs[best]))}
         # the token's place among all, the likeliest first, is uniform; a random number divides what one token covers
         generator = torch.Generator().manual_seed(row.seed * 1000 + position)
         width = float(probs[probs == chosen].sum())
         place = float(probs[probs > chosen].sum()) + width * float(torch.rand((), generator=generator))
-        events += [(int(place * QUARTERS) == quarter, 1 / QUARTERS) for quarter in range(QUARTERS)]
+        for quarter in range(QUARTERS):
+            events[f"quarter {quarter + 1}"] = int(place * QUARTERS) == quarter, 1 / QUARTERS
         near = self.near.get(place_of(row))
-        if near is not None and position < len(near):
-            more = near[position].to(probs) > probs
-            events.append((bool(more[token]), float(probs[more].sum())))
-        self.texts.setdefault(row, []).append(SampledToken(option, position, tuple(events)))
+        if q is None and near is not None and position < len(near):
+            q = near[position]
+        if q is not None:
+            # where drafts are accepted too easily, tokens come too often that the drafter likes more than the target
+            q = q.to(probs)
+            more, drafted = q > probs, int(q.argmax())
+            events["tokens drafted too often"] = bool(more[token]), float(probs[more].sum())
+            events["drafter's likeliest token"] = token == drafted, float(probs[drafted])
+        self.texts.setdefault(row, []).append(SampledToken(option, position, events))
 
     def outcome(self) -> LawTest:
         """The test of all tokens so far: at each depth after the beginning of a round, under each option, together."""
-        sums: dict[object, list[list[float]]] = {}
+        sums: dict[tuple[str, str], list[float]] = {}
         for row, tokens in self.texts.items():
             starts = set(self.starts[row])
             for token in tokens:
                 # every round that began at or before a token, for the target's distribution holds from there on
                 depths = {f"depth {token.position - start}" for start in starts if start <= token.position}
-                for group in ("all", token.option, *depths):
-                    totals = sums.setdefault(group, [[0.0, 0.0] for _ in range(2 + QUARTERS)])
-                    for total, (happened, probability) in zip(totals, token.events, strict=False):
+                for group in ("all tokens", f"options {token.option}", *depths):
+                    for event, (happened, probability) in token.events.items():
+                        total = sums.setdefault((group, event), [0.0, 0.0])
                         total[0] += happened - probability
                         total[1] += probability * (1 - probability)
-        tests = [(group, *total) for group, totals in sums.items() for total in totals if total[1] > 0]
-        least, where = min(
-            ((_bound(total, variance), str(group)) for group, total, variance in tests), default=(1.0, "")
-        )
+        tests = [(_bound(*total), f"{group}, {event}") for (group, event), total in sums.items()]
+        least, where = min(tests, default=(1.0, ""))
         tokens = sum(map(len, self.texts.values()))
         return LawTest(
-            min(1.0, least * len(tests)), where, len(self.texts), tokens, self.impossible, self.drafted, self.accepted
+            min(1.0, least * len(tests)),
+            where,
+            len(self.texts),
+            tokens,
+            self.impossible,
+            self.error,
+            self.drafted,
+            self.accepted,
         )
 
 
@@ -164,26 +192,27 @@ class LawTest:
     texts: int
     tokens: int
     impossible: int  # tokens that the target gives probability 0
+    error: float  # of the probabilities that the engine computed
     drafted: int
     accepted: Mapping[int, int]  # drafts by the number of tokens accepted
 
     @property
     def passed(self) -> bool:
         """Whether no token was impossible and the frequencies are likely enough under the target's distribution."""
-        return self.impossible == 0 and self.p_value >= FALSE_ALARM
+        return self.impossible == 0 and self.error == 0 and self.p_value >= FALSE_ALARM
 
     def __str__(self) -> str:
         if self.impossible:
             return f"{self.impossible} of {self.tokens} tokens cannot come from the target at all"
+        if self.error:
+            return f"the engine's probabilities are wrong by up to {self.error:.2g}"
         if not self.passed:
             return f"{self.tokens} tokens, p <= {self.p_value:.1g} ({self.where})"
         if not self.drafted:
             return f"{self.tokens} tokens, nothing drafted"
         rate = sum(count * number for count, number in self.accepted.items()) / self.drafted
         deepest = max(self.accepted)
-        detail = (
-            f"{self.tokens} tokens of {self.texts} texts, p <= {self.p_value:.2g}, acceptance rate {rate:.0%}"
-        )
+        detail = f"{self.tokens} tokens of {self.texts} texts, p <= {self.p_value:.2g}, acceptance rate {rate:.0%}"
         return f"{detail}, up to {deepest} accepted ({self.accepted[deepest]} times)"
 
 
