@@ -99,7 +99,7 @@ class SampledTexts:
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         counts, following = verdict.accepted.tolist(), verdict.next_token.tolist()
         paths = None if verdict.path is None else verdict.path.tolist()
-        self._compare_probs(rows, logits[:, :1])
+        engine = self._engine_probs(rows, logits[:, :1])
         for i, (row, count, last) in enumerate(zip(rows, counts, following, strict=True)):
             if draft.lengths[i]:
                 self.drafted += draft.lengths[i]
@@ -111,25 +111,27 @@ class SampledTexts:
                 q = None
                 if draft.probs is not None and draft.lengths[i] and offset == 0:
                     q = draft.probs[i, 0]  # later ones are known only after drafts that were accepted
-                self._add(row, row.num_output_tokens + offset, token, logits[i, column].cpu(), q)
+                probs = filtered(logits[i, column].cpu(), option_of(row.params))
+                if engine is not None and offset == 0:
+                    edge = float(probs[probs == probs[probs > 0].min()].sum())  # which rounding may exclude
+                    difference = float((engine[i] - probs).abs().max())
+                    self.error = max(self.error, difference if difference > edge + SLACK else 0.0)
+                if (
+                    probs[token] == 0.0
+                    and filtered(logits[i, column].cpu(), option_of(row.params), SLACK)[token] == 0.0
+                ):
+                    self.impossible += 1
+                self._add(row, row.num_output_tokens + offset, token, probs, q)
 
-    def _compare_probs(self, rows: Sequence[Row], logits: Tensor) -> None:
-        """Compare the engine's distributions of the rows' next tokens with those of the second implementation."""
-        if self.sampler is None or self.sampler.rows != list(rows):  # the round draws from the prompt's logits
-            return
-        computed = self.sampler.probs(self.sampler.scores(logits, logits.new_zeros(len(rows), 0, dtype=torch.int64)))
-        for row, probs, row_logits in zip(rows, computed[:, 0].cpu().double(), logits[:, 0].cpu(), strict=True):
-            expected = filtered(row_logits, option_of(row.params))
-            edge = float(expected[expected == expected[expected > 0].min()].sum())  # which rounding may exclude
-            difference = float((probs - expected).abs().max())
-            self.error = max(self.error, difference if difference > edge + SLACK else 0.0)
+    def _engine_probs(self, rows: Sequence[Row], logits: Tensor) -> Tensor | None:
+        """[B, V] the engine's own distributions of the rows' next tokens; None in rounds without a draft."""
+        if self.sampler is None or self.sampler.rows != list(rows):
+            return None
+        nothing = torch.zeros(len(rows), 0, dtype=torch.int64, device=logits.device)
+        return self.sampler.probs(self.sampler.scores(logits, nothing))[:, 0].cpu()
 
-    def _add(self, row: Row, position: int, token: int, logits: Tensor, q: Tensor | None) -> None:
-        option = option_of(row.params)
-        probs = filtered(logits, option)
+    def _add(self, row: Row, position: int, token: int, probs: Tensor, q: Tensor | None) -> None:
         chosen = float(probs[token])
-        if chosen == 0.0 and float(filtered(logits, option, SLACK)[token]) == 0.0:
-            self.impossible += 1
         best = int(probs.argmax())
         events = {"likeliest token": (token == best, float(probs[best]))}
         # the token's place among all, the likeliest first, is uniform; a random number divides what one token covers
@@ -147,7 +149,7 @@ class SampledTexts:
             more, drafted = q > probs, int(q.argmax())
             events["tokens drafted too often"] = bool(more[token]), float(probs[more].sum())
             events["drafter's likeliest token"] = token == drafted, float(probs[drafted])
-        self.texts.setdefault(row, []).append(SampledToken(option, position, events))
+        self.texts.setdefault(row, []).append(SampledToken(option_of(row.params), position, events))
 
     def outcome(self) -> LawTest:
         """The test of all tokens so far: at each depth after the beginning of a round, under each option, together."""

@@ -66,7 +66,7 @@ def verify_command(
     prompts = _prompts(choice)
     alone = _target_alone(models, config, prompts)
     decoder = load_decoder(models, config)
-    checks = _run(decoder, prompts, extent, alone)
+    checks = _run(decoder, prompts, extent, None if decoder.draft is None else alone)
     from slipstream.apps.cli import tables
     from slipstream.certificate.checks import verdict_on
 
