@@ -382,8 +382,8 @@ class TextChecks:
             "bit-identical" if not different else f"differ at {len(different)}"
         )
         if different:
-            ids, position = different[0]
-            detail += f", first at token {position} after a prompt of {len(ids)}"
+            prompt, position = different[0]
+            detail += f", first at token {position} after a prompt of {len(prompt)}"
         return Finding.of(passed and not different, detail)
 
     def _planning(self, texts: Mapping[tuple[int, ...], list[int]]) -> tuple[SpeculativeDecoder, PlannedDrafts]:
@@ -512,7 +512,8 @@ class Verifier:
         assert self.alone is not None
         pairs = zip(self.alone, target_logits(self.decoder, self.prompts), strict=True)
         errors = [float((a - b).abs().max()) for before, after in pairs for a, b in zip(before, after, strict=True)]
-        allowed = 0.0 if self.decoder.reproducible else CEILING.get(self.decoder.target.backend.dtype, 0.0)
+        model = self.decoder.target.model
+        allowed = 0.0 if self.decoder.reproducible or model is None else CEILING.get(model.dtype, 0.0)
         detail = (
             f"logits of {len(errors)} tokens differ by {max(errors):.2g}"
             if max(errors)

@@ -34,7 +34,7 @@ class PlannedDrafts:
     logits: dict[tuple[tuple[int, ...], int], bytes] = field(default_factory=dict)  # digests by prompt and position
     accepted: Counter[int] = field(default_factory=Counter)  # drafts by the number of tokens accepted
     lengths: Counter[int] = field(default_factory=Counter)  # drafts by their number of tokens
-    _planned: Counter[int] = field(default_factory=Counter)  # drafts by the number of tokens that are right
+    _planned: Counter[int] = field(default_factory=Counter, init=False)  # drafts by the number of tokens that are right
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         drafts = [self._drafted(row, length, in_batch=len(rows) > 1) for row, length in zip(rows, lengths, strict=True)]

@@ -166,12 +166,12 @@ class SampledTexts:
                         total[1] += probability * (1 - probability)
         tests = [(_bound(*total), f"{group}, {event}") for (group, event), total in sums.items()]
         least, where = min(tests, default=(1.0, ""))
-        tokens = sum(map(len, self.texts.values()))
+        num_tokens = sum(map(len, self.texts.values()))
         return LawTest(
             min(1.0, least * len(tests)),
             where,
             len(self.texts),
-            tokens,
+            num_tokens,
             self.impossible,
             self.error,
             self.drafted,
