@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from slipstream import Draft, SpeculativeDecoder
-from slipstream.certificate import checks
 from slipstream.certificate.checks import Check, Verifier
 from slipstream.certificate.sampled_law import bonus_from_raw_logits, kept_from
 from slipstream.core import acceptance
@@ -192,22 +191,8 @@ class ArgmaxDrafting(Drafting):
         return probs.argmax(-1)
 
 
-class ChoosyDrafting(Drafting):
-    """Drops a sampled token that turns out to be unlikely."""
-
-    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: SamplerProtocol) -> Draft:
-        draft = super().propose(rows, lengths, sampler)
-        if draft.probs is None:
-            return draft
-        likely = draft.probs.gather(-1, draft.tokens[..., None])[..., 0] > 0.35
-        return draft.cut(likely.long().cumprod(-1).sum(-1).tolist())
-
-
-@pytest.mark.parametrize("kind", [Drafting, ArgmaxDrafting, ChoosyDrafting])
-def test_a_drafter_that_lies_about_its_distribution_fails(
-    kind: type[Drafting], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checks, "FEWEST_SEEDS", 10 if kind is Drafting else 48)
+@pytest.mark.parametrize("kind", [Drafting, ArgmaxDrafting])
+def test_a_drafter_that_lies_about_its_distribution_fails(kind: type[Drafting]) -> None:
     decoder = SpeculativeDecoder("toy", drafter=kind(), num_draft_tokens=3)
     check = first_failure(decoder, skipped=["forward shapes agree", "rule, by enumeration"])
     if kind is Drafting:
