@@ -11,7 +11,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate.checks import OPTIONS, Check, LawChecks, TextChecks, Verifier, target_logits, verdict_on
 from slipstream.certificate.rule_enumeration import OPTIONS as ENUMERATED
 from slipstream.certificate.rule_enumeration import Case, error_of
-from slipstream.certificate.sampled_law import FALSE_ALARM, _bound, filtered, kept_from
+from slipstream.certificate.sampled_law import FALSE_ALARM, bound_of, evidence_of, filtered, kept_from
 from slipstream.core.acceptance import Rule, load_rule
 from slipstream.core.rng import WarpOptions
 from slipstream.sampling.processors import BadWords, BatchProcessor, FixedBias, MinTokens
@@ -74,8 +74,7 @@ def test_enumeration_finds_lossless_rules_exact_and_a_fault_at_any_depth(name: s
 def test_the_filters_of_the_certificate_agree_with_the_engines(params: WarpOptions) -> None:
     logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(1)) * 3
     expected = Warp(params, logits.device)(logits)
-    option = params.temperature, params.top_k, params.top_p, params.min_p
-    computed = torch.stack([filtered(row, option) for row in logits])
+    computed = torch.stack([filtered(row, params) for row in logits])
     torch.testing.assert_close(computed.float(), expected, atol=1e-6, rtol=1e-4)
 
 
@@ -83,11 +82,12 @@ def test_right_frequencies_rarely_have_a_small_bound_and_wrong_ones_do() -> None
     random = Random(5)
 
     def bound(true: float, assumed: float) -> float:
-        return _bound(sum((random.random() < true) - assumed for _ in range(500)), 500 * assumed * (1 - assumed))
+        happened = torch.tensor([random.random() < true for _ in range(500)])
+        return bound_of(evidence_of(happened, torch.full((500,), assumed)).sum(0))
 
     right = [bound(chance, chance) for chance in (0.001, 0.02, 0.5, 0.9) for _ in range(250)]
     assert sum(value < 0.01 for value in right) <= 10 and min(right) > FALSE_ALARM
-    assert bound(0.5, 0.3) < FALSE_ALARM and bound(0.05, 0.001) < FALSE_ALARM
+    assert bound(0.5, 0.3) < FALSE_ALARM and bound(0.05, 0.001) < FALSE_ALARM and bound(0.0, 0.05) < FALSE_ALARM
 
 
 def test_a_target_that_its_drafter_changes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +96,11 @@ def test_a_target_that_its_drafter_changes_is_caught(monkeypatch: pytest.MonkeyP
     decoder = SpeculativeDecoder("toy", "toy:2")
     verifier = Verifier(decoder, prompts, budget=0.0, alone=alone)
     check = verifier.checks["target with and without drafter"]
-    assert check().outcome == "pass"
+    assert check().passed
     backend: Any = decoder.target.backend
     forward = backend.forward
     monkeypatch.setattr(backend, "forward", lambda *args, **options: forward(*args, **options) * (1 + 1e-6))
-    assert check().outcome == "FAIL"
+    assert check().passed is False
 
 
 FIXED, WORDS, MINIMUM = FixedBias.apply, BadWords.apply, MinTokens.apply
@@ -116,16 +116,16 @@ BLIND: dict[str, tuple[type[BatchProcessor], Callable[..., None]]] = {
 def test_an_option_that_ignores_the_draft_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = SpeculativeDecoder("toy", "toy:2", num_draft_tokens=6)
     texts = TextChecks(decoder, PROMPTS, max_tokens=40, budget=0.0)
-    assert texts.option(name).outcome == "pass"
+    assert texts.option(name).passed
     kind, blind = BLIND[name]
     monkeypatch.setattr(kind, "apply", blind)
-    assert texts.option(name).outcome == "FAIL"
+    assert texts.option(name).passed is False
 
 
 def test_the_stop_string_of_its_check_comes_after_drafts() -> None:
     texts = TextChecks(SpeculativeDecoder("toy", "toy:2", num_draft_tokens=4), PROMPTS, max_tokens=40, budget=0.0)
     finding = texts.option("stop")
-    assert finding.outcome == "pass" and int(finding.detail.split()[-3]) >= 4  # of "..., N tokens drafted"
+    assert finding.passed and int(finding.detail.split()[-3]) >= 4  # of "..., N tokens drafted"
 
 
 @pytest.mark.slow
@@ -139,8 +139,8 @@ def test_a_test_that_misses_a_raw_bonus_token_is_reported_as_powerless(monkeypat
     # without options that change logits, a bonus token from the raw logits is right and cannot be caught
     monkeypatch.setattr(LawChecks, "_params", [SamplingParams(temperature=1.0)])
     laws = LawChecks(SpeculativeDecoder("toy", "toy:2", num_draft_tokens=2), 0.0)
-    assert laws.power("first-mismatch-kept").outcome == "pass"
-    assert laws.power("bonus-from-raw-logits").outcome == "FAIL"
+    assert laws.power("first-mismatch-kept").passed
+    assert laws.power("bonus-from-raw-logits").passed is False
 
 
 def test_a_check_that_does_not_apply_is_neither_passed_nor_failed() -> None:

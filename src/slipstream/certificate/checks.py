@@ -1,33 +1,33 @@
 """The certificate: does this pair of models, with this drafter and rule, generate exactly what the target alone would?
 
 Three kinds of evidence. Texts: greedy and seeded speculative decoding against plain decoding, one by one, in a batch
-and option by option. Distributions: frequencies of many sampled texts against the distribution computed from the
-target's own logits. Power: the same test on deliberately wrong rules, which it must catch, or it shows nothing.
+and option by option. Distributions: what the rule emits, by enumeration, and many sampled texts against the target's
+own logits. Power: the same tests on deliberately wrong rules, which they must catch, or they show nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from slipstream import drafters
 from slipstream.certificate.parity import CEILING, Difference, TieJudge, count_differences
-from slipstream.certificate.planned_drafts import LikelyDrafts, ObservedDrafter, PlannedDrafts, RecordedLogits
+from slipstream.certificate.planned_drafts import LikelyDrafts, PlannedDrafts
+from slipstream.certificate.rule_enumeration import OPTIONS as ENUMERATED
 from slipstream.certificate.rule_enumeration import TOLERANCE, VOCAB, Case, error_of, first_fault
-from slipstream.certificate.sampled_law import OPTIONS as SAMPLING
 from slipstream.certificate.sampled_law import (
-    LawTest,
     Place,
     SampledTexts,
     deep_temperature,
+    filtered,
     kept_from,
-    near_distributions,
-    sample,
+    near,
+    option_of,
     wrong_rules,
 )
 from slipstream.core.acceptance import Rule, load_rule
@@ -38,14 +38,13 @@ from slipstream.draft_length.choice import LengthChoice
 from slipstream.reproducibility.calibration import calibrate
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_sets import NamedPrompt
-from slipstream.text.results import Result
 
-SEEDS_AT_ONCE, FEWEST_SEEDS, MOST_WRONG, MOST_SEEDS = (
-    4,
-    12,
-    48,
-    200,
-)  # texts of each prompt under each of six sampling options
+# sampled texts of each prompt under each of six sampling options
+SEEDS_AT_ONCE = 4
+FEWEST_SEEDS = 12
+MOST_WRONG = 48  # of a wrong rule
+MOST_SEEDS = 200
+NUM_SAMPLED = 4  # of the enumerated options, so many are those of sampled texts as well
 AFTER_DRAFT = 3  # tokens of a sampled text besides the longest draft: before it, its bonus token and the one after
 MOST_PLANNED = 96  # tokens of a text with planned drafts, unless longer ones are asked for
 PLANNED = 16  # tokens of planned drafts where measured costs decide how much is drafted
@@ -85,23 +84,18 @@ COMPUTED_OPTIONS: dict[str, Callable[[SpeculativeDecoder, list[int]], dict[str, 
 SHARE_OF_TEXTS = 0.6  # of the budget; the tests of distributions get the rest
 Outcome = Literal["pass", "FAIL", "not applicable"]
 Verdict = Literal["VERIFIED", "FAILED", "LOSSY"]
+Texts = dict[tuple[int, ...], list[Tensor]]  # the logits [V] along the greedy text of each prompt
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The outcome of a check and the evidence for it, or why it does not apply."""
+class Finding(NamedTuple):
+    """What a check found. passed: None where there is nothing to check on this decoder."""
 
-    outcome: Outcome
+    passed: bool | None
     detail: str
 
-    @classmethod
-    def of(cls, passed: bool, detail: str) -> Finding:
-        return cls("pass" if passed else "FAIL", detail)
 
-
-def not_applicable(reason: str) -> Finding:
-    """The finding of a check that finds nothing to check on this decoder."""
-    return Finding("not applicable", reason)
+COUPLED = Finding(None, "every token is the target's own draw")
+NOT_COUPLED = Finding(None, "this rule does not couple draws")
 
 
 @dataclass(frozen=True)
@@ -139,82 +133,78 @@ class LawChecks:
     deadline: float
 
     def __post_init__(self) -> None:
-        self._drafting = [always_drafting(self.decoder)]
-        if self.decoder.config.num_draft_tokens == "auto":  # short drafts end in a bonus token more often
-            self._drafting.append(self._drafting[0].using(num_draft_tokens=1))
+        self._drafting = always_drafting(self.decoder)
         # a rule that takes the target's own draws is checked at greater depths by planned drafts, token for token
-        self.depth = planned_length(self._drafting[0] if self.decoder.coupled else self.decoder)
+        self.depth = planned_length(self._drafting if self.decoder.coupled else self.decoder)
         choice = LengthChoice.parse(self.decoder.config.num_draft_tokens)
         self.longest = self.depth if choice.kind == "fixed" else longest_draft(self.decoder)
 
     def enumerated(self) -> Finding:
         """The distribution that the rule itself gives, at every depth of drafts of every length."""
         if self.decoder.coupled:
-            return not_applicable("every token is the target's own draw")
-        rule = self.decoder.rule or load_rule(
-            "block" if self.decoder.config.acceptance == "auto" else self.decoder.config.acceptance
-        )
+            return COUPLED
+        acceptance = self.decoder.config.acceptance
+        rule = self.decoder.rule or load_rule("block" if acceptance == "auto" else acceptance)
         try:
             fault = first_fault(rule, self.longest, self.decoder.target.backend.vocab_size)
         except Exception as error:  # a user's rule may raise anything
-            return Finding.of(False, f"the rule raises {type(error).__name__}: {error} (on {VOCAB} tokens)")
+            return Finding(False, f"the rule raises {type(error).__name__}: {error} (on {VOCAB} tokens)")
         if fault is not None:
-            return Finding.of(False, f"{fault[0]}: probabilities differ by {fault[1]:.2g}")
-        return Finding.of(True, f"drafts of 1 to {self.longest} tokens, exact at every depth")
+            return Finding(False, f"{fault[0]}: probabilities differ by {fault[1]:.2g}")
+        return Finding(True, f"drafts of 1 to {self.longest} tokens, exact at every depth")
 
     def enumeration_power(self) -> Finding:
         """Rules that are wrong from one depth on; each must be caught."""
         if self.decoder.coupled:
-            return not_applicable("every token is the target's own draw")
-        missed = [
-            depth
-            for depth in range(self.longest)
-            if not error_of(kept_from(depth), Case(depth + 1, "temperature 1", one_hot=False)) > TOLERANCE
-        ]
-        return Finding.of(
-            not missed, f"missed at depths {missed}" if missed else f"caught at depths 1 to {self.longest}"
-        )
+            return COUPLED
+        cases = [(depth, Case(depth + 1, "temperature 1", one_hot=False)) for depth in range(self.longest)]
+        missed = [depth for depth, case in cases if not error_of(kept_from(depth), case) > TOLERANCE]
+        return Finding(not missed, f"missed at depths {missed}" if missed else f"caught at depths 1 to {self.longest}")
 
     def sampled(self) -> Finding:
         """Texts with the decoder's own drafter."""
-        acceptance = "match" if self.decoder.coupled else None
-        texts = SampledTexts()
-        decoders = [
-            drafting.using(ObservedDrafter(drafting.drafter, drafting.traits, texts), acceptance=acceptance)
-            for drafting in self._drafting
-        ]
-        outcome = self._test(decoders, texts)
-        return Finding.of(outcome.passed and outcome.drafted > 0, str(outcome))
+        drafting, coupled = self._drafting, self.decoder.coupled
+        texts = SampledTexts(drafting.drafter, drafting.traits, are_drafts_sampled=not coupled)
+        self._test(drafting.using(texts, acceptance="match" if coupled else None), texts)
+        return Finding(texts.passed and texts.drafted > 0, str(texts))
 
     def likely(self) -> Finding:
         """Texts with drafts that are accepted as deep as the check needs."""
         if self.decoder.coupled:
-            return not_applicable("planned drafts show every depth, token for token")
-        outcome = self._likely(None)
-        whole = outcome.accepted.get(self.depth, 0)
-        return Finding.of(outcome.passed, f"{outcome}" if whole or not outcome.passed else f"{outcome}, none whole")
+            return Finding(None, "planned drafts show every depth, token for token")
+        texts = self._likely(None)
+        has_whole = texts.accepted[self.depth] > 0
+        return Finding(texts.passed, str(texts) if has_whole or not texts.passed else f"{texts}, none whole")
 
     def power(self, rule: str) -> Finding:
         """The same test of a wrong rule."""
-        outcome = self._likely(wrong_rules(self.depth // 2)[rule])
-        return Finding.of(not outcome.passed, str(outcome))
+        texts = self._likely(wrong_rules(self.depth // 2)[rule])
+        return Finding(not texts.passed, str(texts))
 
-    def _likely(self, rule: Rule | None) -> LawTest:
-        texts = SampledTexts(self._near)
-        drafter = ObservedDrafter(LikelyDrafts(self._near), LikelyDrafts.traits, texts)
-        decoder = self.decoder.using(drafter, num_draft_tokens=self.depth, acceptance=rule)
-        return self._test([decoder], texts, is_wrong=rule is not None)
+    def _likely(self, rule: Rule | None) -> SampledTexts:
+        texts = SampledTexts(LikelyDrafts(self._near), LikelyDrafts.traits, self._near)
+        decoder = self.decoder.using(texts, num_draft_tokens=self.depth, acceptance=rule)
+        self._test(decoder, texts, is_wrong=rule is not None)
+        return texts
 
-    def _test(self, decoders: Sequence[SpeculativeDecoder], texts: SampledTexts, *, is_wrong: bool = False) -> LawTest:
+    def _test(self, decoder: SpeculativeDecoder, texts: SampledTexts, *, is_wrong: bool = False) -> None:
         """Sample at least FEWEST_SEEDS, and on until the deadline; a wrong rule until it is caught, or MOST_WRONG."""
-        for start in range(0, MOST_WRONG if is_wrong else MOST_SEEDS, SEEDS_AT_ONCE):
-            for place, decoder in enumerate(decoders):
-                seeds = range(start + place, start + SEEDS_AT_ONCE, len(decoders))
-                sample(decoder, self._prompts, self._params, planned_length(decoder) + AFTER_DRAFT, seeds)
-            is_enough = start + SEEDS_AT_ONCE >= FEWEST_SEEDS and perf_counter() > self.deadline
-            if texts.impossible or (is_enough if not is_wrong else not texts.outcome().passed):
+        tokens = planned_length(decoder) + AFTER_DRAFT
+        # where measured costs choose the length, half of the drafts are short, so that they end in a bonus token
+        has_short = self.decoder.config.num_draft_tokens == "auto" and texts.drafter is self._drafting.drafter
+        pairs = [(prompt, params) for prompt in self._prompts for params in self._params]
+        for first in range(0, MOST_WRONG if is_wrong else MOST_SEEDS, SEEDS_AT_ONCE):
+            batch = []  # of unequal lengths
+            for seed in range(first, first + SEEDS_AT_ONCE):
+                is_short = has_short and seed % 2 == 1
+                for number, (_, params) in enumerate(pairs):
+                    text = replace(params, seed=seed * len(pairs) + number, ignore_eos=True)  # no draws twice
+                    length = (1 + AFTER_DRAFT if is_short else tokens) - number % 2
+                    batch.append(replace(text, max_tokens=length, num_draft_tokens=1 if is_short else None))
+            decoder.generate([prompt for prompt, _ in pairs] * SEEDS_AT_ONCE, batch)
+            is_enough = first + SEEDS_AT_ONCE >= FEWEST_SEEDS and perf_counter() > self.deadline
+            if texts.impossible or (is_enough if not is_wrong else not texts.passed):
                 break
-        return texts.outcome()
 
     @cached_property
     def _prompts(self) -> list[list[int]]:
@@ -223,29 +213,34 @@ class LawChecks:
         return [self.decoder.encode(text, chat=False) for text in TEXTS]
 
     @cached_property
-    def _likely_text(self) -> dict[tuple[int, ...], list[Tensor]]:
-        """The logits along each prompt's greedy text."""
-        params = SamplingParams(max_tokens=self.depth + AFTER_DRAFT, ignore_eos=True)
-        return recorded_logits(self.decoder, self._prompts, params)
+    def _likely_texts(self) -> Texts:
+        return greedy_logits(self.decoder, self._prompts, self.depth + AFTER_DRAFT)
 
     @cached_property
     def _params(self) -> list[SamplingParams]:
-        deep = deep_temperature(list(self._likely_text.values()), self.depth)
-        return [*SAMPLING.values(), SamplingParams(temperature=deep), SamplingParams(temperature=deep, top_k=4)]
+        deep = deep_temperature(list(self._likely_texts.values()), self.depth)
+        options = [SamplingParams(**asdict(options)) for options in list(ENUMERATED.values())[:NUM_SAMPLED]]
+        return [*options, SamplingParams(temperature=deep), SamplingParams(temperature=deep, top_k=4)]
 
     @cached_property
     def _near(self) -> dict[Place, list[Tensor]]:
-        return near_distributions(self._likely_text, self._params)
+        return {
+            (prompt, option_of(params)): [near(filtered(row, option_of(params))) for row in logits]
+            for prompt, logits in self._likely_texts.items()
+            for params in self._params
+        }
 
 
-def recorded_logits(
-    decoder: SpeculativeDecoder, prompts: Sequence[list[int]], params: SamplingParams
-) -> dict[tuple[int, ...], list[Tensor]]:
-    """The target's logits along the plain text of each prompt, computed from the first token on."""
-    recorded = RecordedLogits()
+def greedy_logits(decoder: SpeculativeDecoder, prompts: Sequence[list[int]], tokens: int) -> Texts:
+    """The target's logits after each prompt and along its plain greedy text, nothing kept of earlier forwards."""
     decoder.forget()
-    decoder.using(recorded, num_draft_tokens=0, acceptance="match").generate(list(prompts), params)
-    return {tuple(row.tokens[: row.prompt_length]): logits for row, logits in recorded.texts.items()}
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    logits: Texts = {}
+    for prompt in prompts:
+        text = decoder.using("none", num_draft_tokens="auto").generate(prompt, params).token_ids
+        rows = (decoder.next_logits(prompt + text[:count]) for count in range(tokens))
+        logits[tuple(prompt)] = [row[: decoder.target.backend.vocab_size].float().cpu().clone() for row in rows]
+    return logits
 
 
 def longest_draft(decoder: SpeculativeDecoder) -> int:
@@ -269,16 +264,11 @@ def always_drafting(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     return decoder.using(num_draft_tokens=decoder.traits.default_length)
 
 
-@dataclass
-class Comparison:
-    """Differences between plain and speculative texts of the same prompts, and how many tokens were drafted."""
+class Comparison(NamedTuple):
+    """A speculative text compared with the plain one of the same prompt, and how many of its tokens were drafted."""
 
-    differences: list[Difference | None] = field(default_factory=list)
-    drafted: int = 0
-
-    def add(self, differences: Sequence[Difference | None], results: Sequence[Result]) -> None:
-        self.differences += differences
-        self.drafted += sum(result.stats.num_draft_tokens for result in results)
+    difference: Difference | None
+    drafted: int
 
 
 @dataclass
@@ -302,51 +292,42 @@ class TextChecks:
     def greedy(self) -> Finding:
         """Greedy text of every prompt alone."""
         params = SamplingParams(max_tokens=self._length(self.max_tokens))
-        comparison = Comparison()
-        for ids in self._ids:
-            self._compare(comparison, self.decoder, [ids], [params])
-        return self._finding(comparison)
+        return self._finding([each for ids in self._ids for each in self._compare(self.decoder, [ids], [params])])
 
     def batch(self) -> Finding:
         """Greedy text of all prompts in a batch, of different lengths."""
         longest = SamplingParams(max_tokens=self._length(self.max_tokens))
         params = [replace(longest, max_tokens=longest.max_tokens - i % 7) for i in range(len(self._ids))]
-        comparison = Comparison()
-        self._compare(comparison, self.decoder, self._ids, params, longest)
-        return self._finding(comparison)
+        return self._finding(self._compare(self.decoder, self._ids, params, longest))
 
     def seeded(self) -> Finding:
         """Sampled text of every prompt alone, each with its own seed."""
         if not self._seeded.coupled:
-            return not_applicable("this rule does not couple draws")
-        comparison = Comparison()
-        for seed, ids in enumerate(self._ids):
-            params = SamplingParams(temperature=0.8, max_tokens=self._length(self.max_tokens), seed=seed)
-            self._compare(comparison, self._seeded, [ids], [params])
-        return self._finding(comparison)
+            return NOT_COUPLED
+        params = SamplingParams(temperature=0.8, max_tokens=self._length(self.max_tokens))
+        seeds = enumerate(self._ids)
+        texts = [self._compare(self._seeded, [ids], [replace(params, seed=seed)]) for seed, ids in seeds]
+        return self._finding([each for text in texts for each in text])
 
     def option(self, name: str) -> Finding:
         """One text under a sampling option, with the decoder's drafter and with planned drafts."""
         option = OPTIONS[name]
         if option.get("temperature") and not self._seeded.coupled:
-            return not_applicable("this rule does not couple draws")
+            return NOT_COUPLED
         if self.decoder.tokenizer is None:
-            return not_applicable("no tokenizer")
+            return Finding(None, "no tokenizer")
         params = SamplingParams(max_tokens=self._length(OPTION_TOKENS), seed=7)
         ids = self.decoder.encode(PATTERN, chat=False)
         if name in COMPUTED_OPTIONS:
-            text = self._plain_text(ids, params)
-            option = option | COMPUTED_OPTIONS[name](self.decoder, text)
+            option = option | COMPUTED_OPTIONS[name](self.decoder, self._plain_text(ids, params))
         params = replace(params, **option)
-        comparison = Comparison()
-        self._compare(comparison, self._seeded, [ids], [params])
-        self._compare(comparison, self._planning({tuple(ids): self._plain_text(ids, params)})[0], [ids], [params])
-        return self._finding(comparison)
+        planning = self._planning({tuple(ids): self._plain_text(ids, params)})[0]
+        return self._finding([*self._compare(self._seeded, [ids], [params]), *self._compare(planning, [ids], [params])])
 
     def planned(self, temperature: float) -> Finding:
         """Texts and logits with drafts that are right up to every depth, alone, in a batch and after a long prompt."""
         if temperature and not self._seeded.coupled:
-            return not_applicable("this rule does not couple draws")
+            return NOT_COUPLED
         levels = planned_length(self.decoder)
         needed = (levels + 1) * (levels + 2)  # tokens of texts in which every depth occurs
         length = max(self._length(self.max_tokens), min(MOST_PLANNED, needed // (2 * len(self._ids)) + levels))
@@ -357,34 +338,30 @@ class TextChecks:
         texts = {tuple(ids): recorded.generate(ids, params).token_ids for ids in prompts}
         self._known |= {(ids, repr(params)): text for ids, text in texts.items()}
         decoder, drafts = self._planning(texts)
-        comparison = Comparison()
         self.decoder.forget()
-        for ids in prompts:
-            self._compare(comparison, decoder, [ids], [params])
-        short = [replace(params, max_tokens=length - i % 7) for i in range(len(prompts))]
-        alone = dict(drafts.logits)
+        compared = [each for ids in prompts for each in self._compare(decoder, [ids], [params])]
+        logits = list(drafts.logits.items())
         drafts.logits.clear()
-        self._compare(comparison, decoder, prompts, short, params)
-        finding = self._finding(comparison)
-        missing = [depth for depth in range(levels + 1) if not drafts.accepted[depth]]
-        absent = [length for length in range(1, max(drafts.lengths, default=0) + 1) if not drafts.lengths[length]]
-        reached = f"drafts of 1 to {max(drafts.lengths, default=0)} tokens, accepted 0 to {levels} deep"
-        for what, numbers in (("length", absent), ("depth", missing)):
-            reached += f", without {what} {', '.join(map(str, numbers))}" if numbers else ""
-        detail = f"{finding.detail}, {reached}"
+        short = [replace(params, max_tokens=length - i % 7) for i in range(len(prompts))]
+        finding = self._finding([*compared, *self._compare(decoder, prompts, short, params)])
+        logits += drafts.logits.items()
+
+        longest = max(drafts.lengths, default=0)
+        detail = f"{finding.detail}, drafts of 1 to {longest} tokens, accepted 0 to {levels} deep"
+        absent = [f"length {length}" for length in range(1, longest + 1) if not drafts.lengths[length]]
+        absent += [f"depth {depth}" for depth in range(levels + 1) if not drafts.accepted[depth]]
+        detail += f", without {', '.join(absent)}" if absent else ""
         # a lossless rule may accept as little as it likes, but `match` accepts every token that is right
-        passed = finding.outcome == "pass" and not (levels in missing and self._seeded.coupled)
+        passed = bool(finding.passed) and (drafts.accepted[levels] > 0 or not self._seeded.coupled)
         if not self.decoder.reproducible:
-            return Finding.of(passed, detail)
-        compared = [(place, bits) for logits in (alone, drafts.logits) for place, bits in logits.items()]
-        different = [place for place, bits in compared if plain.logits.get(place) != bits]
-        detail += f"; logits of {len(compared)} tokens " + (
-            "bit-identical" if not different else f"differ at {len(different)}"
-        )
-        if different:
-            prompt, position = different[0]
-            detail += f", first at token {position} after a prompt of {len(prompt)}"
-        return Finding.of(passed and not different, detail)
+            return Finding(passed, detail)
+        different = [place for place, bits in logits if plain.logits.get(place) != bits]
+        detail += f"; logits of {len(logits)} tokens "
+        if not different:
+            return Finding(passed, detail + "bit-identical")
+        prompt, position = different[0]
+        detail += f"differ at {len(different)}, first at token {position} after a prompt of {len(prompt)}"
+        return Finding(False, detail)
 
     def _planning(self, texts: Mapping[tuple[int, ...], list[int]]) -> tuple[SpeculativeDecoder, PlannedDrafts]:
         """The decoder with drafts of these texts, in a tree if its own are."""
@@ -423,40 +400,33 @@ class TextChecks:
 
     def _compare(
         self,
-        comparison: Comparison,
         decoder: SpeculativeDecoder,
         prompts: Sequence[list[int]],
         params: Sequence[SamplingParams],
         longest: SamplingParams | None = None,
-    ) -> None:
-        """Add texts of the decoder. longest: options of a longer plain text, of which these are beginnings."""
+    ) -> list[Comparison]:
+        """Texts of the decoder. longest: options of a longer plain text, of which these are beginnings."""
+        compared = []
         results = decoder.generate(list(prompts), list(params))
-        expected = [
-            self._plain_text(ids, longest or text_params)[: text_params.max_tokens]
-            for ids, text_params in zip(prompts, params, strict=True)
-        ]
-        differences = [
-            self._judge.judge(ids, text, result.token_ids, text_params, same_bits=decoder.reproducible)
-            for ids, text_params, text, result in zip(prompts, params, expected, results, strict=True)
-        ]
-        comparison.add(differences, results)
+        for ids, text_params, result in zip(prompts, params, results, strict=True):
+            plain = self._plain_text(ids, longest or text_params)[: text_params.max_tokens]
+            judged = self._judge.judge(ids, plain, result.token_ids, text_params, same_bits=decoder.reproducible)
+            compared.append(Comparison(judged, result.stats.num_draft_tokens))
+        return compared
 
-    def _finding(self, comparison: Comparison) -> Finding:
+    def _finding(self, compared: Sequence[Comparison]) -> Finding:
         """Ties are allowed where the decoder is not reproducible."""
-        differences = comparison.differences
+        differences = [each.difference for each in compared]
         counted = count_differences(differences)
-        allowed_ties = 0 if self.decoder.reproducible else counted["ties"]
-        passed = counted["different"] == 0 and counted["ties"] <= allowed_ties
+        passed = counted["different"] == 0 and not (counted["ties"] and self.decoder.reproducible)
         detail = f"{counted['identical']} of {len(differences)} identical"
-        for name, text in (
-            ("ties", "ties"),
-            ("not_compared", "not compared: rounding at an edge of top-k, top-p, min-p"),
-        ):
-            detail += f", {counted[name]} {text}" if counted[name] else ""
+        detail += f", {counted['ties']} ties" if counted["ties"] else ""
+        if counted["not_compared"]:
+            detail += f", {counted['not_compared']} not compared: rounding at an edge of top-k, top-p, min-p"
         first = next((d for d in differences if d is not None and (not passed or not d.tie)), None)
         if first is not None:
             detail += f"; position {first.position}: plain {first.expected}, speculative {first.got}"
-        return Finding.of(passed, f"{detail}, {comparison.drafted} tokens drafted")
+        return Finding(passed, f"{detail}, {sum(each.drafted for each in compared)} tokens drafted")
 
 
 @dataclass
@@ -504,22 +474,19 @@ class Verifier:
         """All checks, one after another."""
         for name, check in self.checks.items():
             started = perf_counter()
-            finding = check()
-            yield Check(name, finding.outcome, finding.detail, perf_counter() - started)
+            passed, detail = check()
+            outcome: Outcome = "not applicable" if passed is None else "pass" if passed else "FAIL"
+            yield Check(name, outcome, detail, perf_counter() - started)
 
     def _unchanged(self) -> Finding:
         """The target's logits, now that all checks have run, against those before a drafter was loaded."""
         assert self.alone is not None
         pairs = zip(self.alone, target_logits(self.decoder, self.prompts), strict=True)
         errors = [float((a - b).abs().max()) for before, after in pairs for a, b in zip(before, after, strict=True)]
-        model = self.decoder.target.model
+        model, largest = self.decoder.target.model, max(errors)
         allowed = 0.0 if self.decoder.reproducible or model is None else CEILING.get(model.dtype, 0.0)
-        detail = (
-            f"logits of {len(errors)} tokens differ by {max(errors):.2g}"
-            if max(errors)
-            else f"logits of {len(errors)} tokens bit-identical"
-        )
-        return Finding.of(max(errors) <= allowed, detail)
+        detail = f"differ by {largest:.2g}" if largest else "bit-identical"
+        return Finding(largest <= allowed, f"logits of {len(errors)} tokens {detail}")
 
     def _shapes(self) -> Finding:
         """Whether a new calibration finds the shapes in use to agree bit for bit."""
@@ -535,15 +502,13 @@ class Verifier:
         shorter = f" or {len(lengths)} shorter ones up to {lengths[-1]}" if lengths else ""
         prompts = "prompt chunks as well" if used.prompts else "prompt chunks differ and are kept whole"
         widths = f"widths {', '.join(map(str, used.widths))}{several}"
-        return Finding.of(
-            passed, f"{widths}; attended lengths in multiples of {used.attended_unit}{shorter}; {prompts}"
-        )
+        return Finding(passed, f"{widths}; attended lengths in multiples of {used.attended_unit}{shorter}; {prompts}")
 
 
 def target_logits(decoder: SpeculativeDecoder, prompts: Sequence[NamedPrompt]) -> list[list[Tensor]]:
     """The target's logits along the plain greedy texts of a few prompts."""
     ids = [decoder.encode(prompt.prompt, chat=True) for prompt in prompts[:NUM_ALONE]]
-    return list(recorded_logits(decoder, ids, SamplingParams(max_tokens=ALONE_TOKENS, ignore_eos=True)).values())
+    return list(greedy_logits(decoder, ids, ALONE_TOKENS).values())
 
 
 def verdict_on(decoder: SpeculativeDecoder, checks: Sequence[Check]) -> Verdict:

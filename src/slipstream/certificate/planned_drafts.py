@@ -14,8 +14,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from slipstream.certificate.sampled_law import Place, SampledTexts, place_of
-from slipstream.core.interfaces import Drafter, Sampler
+from slipstream.certificate.sampled_law import Place, place_of
+from slipstream.core.interfaces import Sampler
 from slipstream.core.rng import Stream
 from slipstream.core.types import Draft, Row, Traits, Verdict
 
@@ -88,21 +88,6 @@ class PlannedDrafts:
 
 
 @dataclass
-class RecordedLogits:
-    """Records a row's logits after its prompt and after each token of its text, [tokens, V]; drafts nothing."""
-
-    texts: dict[Row, list[Tensor]] = field(default_factory=dict)
-    traits: Traits = field(default=Traits(samples=False, needs_forwards=False))
-
-    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        return Draft.empty(len(rows), sampler.device)
-
-    def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        for i, row in enumerate(rows):
-            self.texts.setdefault(row, []).append(logits[i, 0].float().cpu())
-
-
-@dataclass
 class LikelyDrafts:
     """Samples each token from a distribution near the target's own, as it is along the target's likeliest text.
 
@@ -123,19 +108,3 @@ class LikelyDrafts:
             tables.append(torch.stack([*known, *[known[-1]] * (width - len(known))]))
         probs = torch.stack(tables).to(sampler.device)
         return Draft(sampler.draw(probs, stream=Stream.DRAFT), tuple(lengths), probs)
-
-
-@dataclass
-class ObservedDrafter:
-    """Another drafter, with an observer of what the target makes of its drafts."""
-
-    drafter: Drafter
-    traits: Traits
-    observer: SampledTexts
-
-    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        self.observer.sampler = sampler
-        return self.drafter.propose(rows, lengths, sampler)
-
-    def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        self.observer.observe(rows, draft, logits, verdict)

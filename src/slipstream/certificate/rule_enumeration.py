@@ -24,18 +24,17 @@ from slipstream.sampling.warpers import Warp
 
 TOLERANCE = 1e-4  # of a conditional probability; float32 is wrong by about 1e-6, the smallest fault here by 1e-2
 VOCAB, BRANCHES = 5, 3  # tokens of the invented target, and of them those that the drafter proposes where it branches
-GREEDY = WarpOptions(0.0)
 OPTIONS = {
     "temperature 1": WarpOptions(1.0),
-    "greedy": GREEDY,
-    "temperature 0.6": WarpOptions(0.6),
     "temperature 1.5, top_k 3": WarpOptions(1.5, top_k=3),
-    "top_p 0.8": WarpOptions(1.0, top_p=0.8),
+    "temperature 0.7, top_p 0.9": WarpOptions(0.7, top_p=0.9),
+    "temperature 1.2, min_p 0.1": WarpOptions(1.2, min_p=0.1),
+    "greedy": WarpOptions(0.0),
+    "temperature 0.6": WarpOptions(0.6),
     "temperature 1.5": WarpOptions(1.5),
-    "min_p 0.15": WarpOptions(1.0, min_p=0.15),
     "temperature 0.8, top_k 4, top_p 0.95, min_p 0.02": WarpOptions(0.8, top_k=4, top_p=0.95, min_p=0.02),
 }
-NUM_WIDE = 4  # of these, so many are tried on logits of the target's vocabulary size as well
+NUM_WIDE = 5  # of these, so many are tried on logits of the target's vocabulary size as well
 ALL_OPTIONS_TO = 8  # drafts up to this length are tried under all options, longer ones under some in turn
 FIXED = 3
 Array = NDArray[np.float64]

@@ -1,9 +1,9 @@
-"""Tests whether sampled tokens have the target's distribution, at every depth of a draft and under every filter.
+"""Tests whether sampled tokens have the target's distribution, and drafted tokens the one that their draft carries.
 
-Each sampled token is compared with the distribution that the target's logits gave it after the tokens before it. The
-differences "happened minus probability" of any event sum to a martingale, whose large values are bounded without
-approximation (Freedman 1975, "On tail probabilities for martingales"). The filters here are a second implementation,
-so that a fault of the engine's shows. A token that the filters exclude fails at once.
+Each token is compared with its distribution after the tokens before it. If an event of probability p happens (x = 1) or
+not (x = 0), e^(rate x) / (1 + p (e^rate - 1)) has mean 1, so the product over all tokens is a martingale, which ever
+exceeds 1 / a with probability a at most (Ville 1939). The filters here are a second implementation, so that
+a fault of the engine's shows. A token that the filters exclude fails at once.
 
 A test that passes wrong rules shows nothing, so a few are here for it to catch. They are not registered: no user can
 choose one by accident.
@@ -13,40 +13,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from math import exp, log
+from math import exp, prod
 
 import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import Distributions, Rule, rejection
-from slipstream.core.interfaces import Sampler
-from slipstream.core.types import Draft, Row, Verdict
-from slipstream.decoder import SpeculativeDecoder
+from slipstream.core.interfaces import Drafter, Sampler
+from slipstream.core.rng import WarpOptions
+from slipstream.core.types import Draft, Row, Traits, Verdict
 from slipstream.sampling.params import SamplingParams
 
 FALSE_ALARM = 1e-6  # a right rule fails a test with at most this probability
 SLACK = 1e-4  # rounding at the edge of top-p and min-p makes no token impossible
-RATES = [
-    0.01 * 2**step for step in range(9)
-]  # of the exponential bounds; the best of them is used, and they are counted
+# of the martingales; the best is used, and they are counted
+RATES = torch.tensor([sign * 0.01 * 2**step for step in range(9) for sign in (-1, 1)], dtype=torch.float64)
 QUARTERS = 4
-OPTIONS = {
-    "temperature 1": SamplingParams(temperature=1.0),
-    "temperature 1.5, top_k 3": SamplingParams(temperature=1.5, top_k=3),
-    "temperature 0.7, top_p 0.9": SamplingParams(temperature=0.7, top_p=0.9),
-    "temperature 1.2, min_p 0.1": SamplingParams(temperature=1.2, min_p=0.1),
-}
-
-Option = tuple[float, int, float, float]
-Place = tuple[tuple[int, ...], Option]  # a prompt and its sampling options
+EVENTS = ["likeliest token", *(f"quarter {quarter + 1}" for quarter in range(QUARTERS))]
+EVENTS += ["tokens drafted too often", "drafter's likeliest token"]
+UNLIKELY = [2.0**-octave for octave in range(1, 9)]  # drafted tokens of smaller probabilities are counted
+Place = tuple[tuple[int, ...], WarpOptions]  # a prompt and its sampling options
 
 
-def option_of(params: object) -> Option:
+def option_of(params: object) -> WarpOptions:
     """What of the options the filters read."""
     assert isinstance(params, SamplingParams)
-    return params.temperature, params.top_k, params.top_p, params.min_p
+    return WarpOptions(params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def place_of(row: Row) -> Place:
@@ -54,201 +48,155 @@ def place_of(row: Row) -> Place:
     return tuple(row.tokens[: row.prompt_length]), option_of(row.params)
 
 
-def filtered(logits: Tensor, option: Option, slack: float = 0.0) -> Tensor:
+def filtered(logits: Tensor, option: WarpOptions, slack: float = 0.0) -> Tensor:
     """The distribution [V] of a token under these options, in float64. slack: widens top-p and min-p."""
-    temperature, top_k, top_p, min_p = option
-    scores = logits.double() / temperature
-    if top_k:
-        least = scores.topk(min(top_k, len(scores))).values[-1]
+    scores = logits.double() / option.temperature
+    if option.top_k:
+        least = scores.topk(min(option.top_k, len(scores))).values[-1]
         scores = scores.where(scores >= least, -torch.inf)
-    if top_p < 1:
+    if option.top_p < 1:
         probs, order = scores.softmax(-1).sort(descending=True)
-        count = int((probs.cumsum(-1) - probs < top_p + slack).sum())
+        count = int((probs.cumsum(-1) - probs < option.top_p + slack).sum())
         scores = scores.where(scores >= scores[order[count - 1]], -torch.inf)
-    if min_p:
+    if option.min_p:
         probs = scores.softmax(-1)
-        scores = scores.where(probs >= min_p * (1 - slack) * probs.max(), -torch.inf)
+        scores = scores.where(probs >= option.min_p * (1 - slack) * probs.max(), -torch.inf)
     return scores.softmax(-1)
-
-
-@dataclass(frozen=True)
-class SampledToken:
-    """Events of one sampled token: whether each happened, and its probability before."""
-
-    option: Option
-    position: int
-    events: Mapping[str, tuple[bool, float]]
 
 
 @dataclass
 class SampledTexts:
-    """Observes rounds, and keeps of each sampled token what the test needs.
+    """A drafter whose drafts, and what the target makes of them, are tested."""
 
-    near: the drafter's distributions, if it is `LikelyDrafts`.
-    """
-
-    near: Mapping[Place, Sequence[Tensor]] = field(default_factory=dict)
-    texts: dict[Row, list[SampledToken]] = field(default_factory=dict)
-    starts: dict[Row, list[int]] = field(default_factory=dict)  # positions at which rounds began
-    sampler: Sampler | None = None  # the engine's, of the round
-    impossible: int = 0
+    drafter: Drafter
+    traits: Traits
+    near: Mapping[Place, Sequence[Tensor]] = field(default_factory=dict)  # the drafter's distributions, where known
+    are_drafts_sampled: bool = False  # anew in each round; not where the target's noise chooses them
+    impossible: int = 0  # tokens that the target gives probability 0
     error: float = 0.0  # the largest difference between the engine's probabilities and those of the options
+    tokens: int = 0
     drafted: int = 0
     accepted: Counter[int] = field(default_factory=Counter)  # drafts by the number of tokens accepted
+    _starts: dict[Row, list[int]] = field(default_factory=dict)  # positions at which rounds began
+    _evidence: dict[str, Tensor] = field(default_factory=dict)  # of each group of tokens, [events, rates]
+    _sampler: Sampler | None = None  # the engine's, of the round
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        self._sampler = sampler
+        return self.drafter.propose(rows, lengths, sampler)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         counts, following = verdict.accepted.tolist(), verdict.next_token.tolist()
         paths = None if verdict.path is None else verdict.path.tolist()
         engine = self._engine_probs(rows, logits[:, :1])
+        if draft.probs is not None and self.are_drafts_sampled:
+            self._compare_draft(draft, draft.probs)
         for i, (row, count, last) in enumerate(zip(rows, counts, following, strict=True)):
-            if draft.lengths[i]:
-                self.drafted += draft.lengths[i]
+            length, place, first = draft.lengths[i], place_of(row), row.num_output_tokens
+            near = self.near.get(place, ())
+            self._starts.setdefault(row, []).append(first)
+            if length:
+                self.drafted += length
                 self.accepted[count] += 1
             nodes = list(range(count)) if paths is None else paths[i][:count]
             tokens = [*draft.tokens[i, nodes].tolist(), last][: row.remaining]
-            self.starts.setdefault(row, []).append(row.num_output_tokens)
-            for offset, (token, column) in enumerate(zip(tokens, [0, *(node + 1 for node in nodes)], strict=False)):
-                q = None
-                if draft.probs is not None and draft.lengths[i] and offset == 0:
-                    q = draft.probs[i, 0]  # later ones are known only after drafts that were accepted
-                probs = filtered(logits[i, column].cpu(), option_of(row.params))
-                if engine is not None and offset == 0:
-                    edge = float(probs[probs == probs[probs > 0].min()].sum())  # which rounding may exclude
-                    difference = float((engine[i] - probs).abs().max())
-                    self.error = max(self.error, difference if difference > edge + SLACK else 0.0)
-                if (
-                    probs[token] == 0.0
-                    and filtered(logits[i, column].cpu(), option_of(row.params), SLACK)[token] == 0.0
-                ):
+            for position, token, column in zip(range(first, first + len(tokens)), tokens, [-1, *nodes], strict=False):
+                probs = filtered(logits[i, column + 1].cpu(), place[1])
+                q = near[position] if position < len(near) else None
+                if position == first:
+                    if engine is not None:
+                        edge = float(probs[probs == probs[probs > 0].min()].sum())  # which rounding may exclude
+                        difference = float((engine[i] - probs).abs().max())
+                        self.error = max(self.error, difference if difference > edge + SLACK else 0.0)
+                    if draft.probs is not None and length:  # later ones are known only after drafts that were accepted
+                        q = draft.probs[i, 0]
+                if probs[token] == 0 and filtered(logits[i, column + 1].cpu(), place[1], SLACK)[token] == 0:
                     self.impossible += 1
-                self._add(row, row.num_output_tokens + offset, token, probs, q)
+                self._compare(row, position, token, probs, q)
 
     def _engine_probs(self, rows: Sequence[Row], logits: Tensor) -> Tensor | None:
         """[B, V] the engine's own distributions of the rows' next tokens; None in rounds without a draft."""
-        if self.sampler is None or self.sampler.rows != list(rows):
+        if self._sampler is None or self._sampler.rows != list(rows):
             return None
         nothing = torch.zeros(len(rows), 0, dtype=torch.int64, device=logits.device)
-        return self.sampler.probs(self.sampler.scores(logits, nothing))[:, 0].cpu()
+        return self._sampler.probs(self._sampler.scores(logits, nothing))[:, 0].cpu()
 
-    def _add(self, row: Row, position: int, token: int, probs: Tensor, q: Tensor | None) -> None:
-        chosen = float(probs[token])
-        best = int(probs.argmax())
-        events = {"likeliest token": (token == best, float(probs[best]))}
+    def _compare(self, row: Row, position: int, token: int, probs: Tensor, q: Tensor | None) -> None:
+        self.tokens += 1
+        chosen, best = float(probs[token]), int(probs.argmax())
+        events = [(token == best, float(probs[best]))]
         # the token's place among all, the likeliest first, is uniform; a random number divides what one token covers
         generator = torch.Generator().manual_seed(row.seed * 1000 + position)
         width = float(probs[probs == chosen].sum())
         place = float(probs[probs > chosen].sum()) + width * float(torch.rand((), generator=generator))
-        for quarter in range(QUARTERS):
-            events[f"quarter {quarter + 1}"] = int(place * QUARTERS) == quarter, 1 / QUARTERS
-        near = self.near.get(place_of(row))
-        if q is None and near is not None and position < len(near):
-            q = near[position]
-        if q is not None:
+        events += [(int(place * QUARTERS) == quarter, 1 / QUARTERS) for quarter in range(QUARTERS)]
+        if q is None:
+            events += [(False, 0.0)] * 2
+        else:
             # where drafts are accepted too easily, tokens come too often that the drafter likes more than the target
             q = q.to(probs)
-            more, drafted = q > probs, int(q.argmax())
-            events["tokens drafted too often"] = bool(more[token]), float(probs[more].sum())
-            events["drafter's likeliest token"] = token == drafted, float(probs[drafted])
-        self.texts.setdefault(row, []).append(SampledToken(option_of(row.params), position, events))
+            more, likeliest = q > probs, int(q.argmax())
+            events += [(bool(more[token]), float(probs[more].sum())), (token == likeliest, float(probs[likeliest]))]
+        evidence = evidence_of(*torch.tensor(events, dtype=torch.float64).T)
+        # every round that began at or before a token, for the target's distribution holds from there on
+        depths = [f"depth {position - start}" for start in self._starts[row]]
+        for name in ("all tokens", str(option_of(row.params)), *depths):
+            self._evidence[name] = self._evidence.get(name, torch.zeros(1)) + evidence
 
-    def outcome(self) -> LawTest:
-        """The test of all tokens so far: at each depth after the beginning of a round, under each option, together."""
-        sums: dict[tuple[str, str], list[float]] = {}
-        for row, tokens in self.texts.items():
-            starts = set(self.starts[row])
-            for token in tokens:
-                # every round that began at or before a token, for the target's distribution holds from there on
-                depths = {f"depth {token.position - start}" for start in starts if start <= token.position}
-                for group in ("all tokens", f"options {token.option}", *depths):
-                    for event, (happened, probability) in token.events.items():
-                        total = sums.setdefault((group, event), [0.0, 0.0])
-                        total[0] += happened - probability
-                        total[1] += probability * (1 - probability)
-        tests = [(_bound(*total), f"{group}, {event}") for (group, event), total in sums.items()]
-        least, where = min(tests, default=(1.0, ""))
-        num_tokens = sum(map(len, self.texts.values()))
-        return LawTest(
-            min(1.0, least * len(tests)),
-            where,
-            len(self.texts),
-            num_tokens,
-            self.impossible,
-            self.error,
-            self.drafted,
-            self.accepted,
-        )
+    def _compare_draft(self, draft: Draft, probs: Tensor) -> None:
+        """A drafter may stop after a token because of what it is, but not drop it: that makes such tokens rarer."""
+        is_drafted = torch.arange(draft.width, device=probs.device) < draft.lengths_on_device
+        q, tokens = probs[is_drafted].double(), draft.tokens[is_drafted][:, None]
+        for limit in UNLIKELY:
+            chances = q.where(q < limit, 0.0).sum(-1).clamp(max=1.0)
+            evidence = evidence_of(q.gather(1, tokens)[:, 0] < limit, chances).sum(0, keepdim=True)
+            name = f"drafted tokens with q < {limit:.2g}"
+            self._evidence[name] = self._evidence.get(name, torch.zeros(1)) + evidence.cpu()
 
-
-def _bound(total: float, variance: float) -> float:
-    """The probability of a sum of differences as far from 0, at most: P <= exp(-(rate |S| - (e^rate - 1 - rate) V))."""
-    best = min((exp(rate) - 1 - rate) * variance - rate * abs(total) for rate in RATES)
-    return exp(min(0.0, best + log(2 * len(RATES))))
-
-
-@dataclass(frozen=True)
-class LawTest:
-    """Outcome of a test of sampled tokens against the target's distributions."""
-
-    p_value: float  # at most this probable under the target's distributions, all comparisons counted
-    where: str  # the comparison that is least probable
-    texts: int
-    tokens: int
-    impossible: int  # tokens that the target gives probability 0
-    error: float  # of the probabilities that the engine computed
-    drafted: int
-    accepted: Mapping[int, int]  # drafts by the number of tokens accepted
+    def bound(self) -> tuple[float, str]:
+        """How probable the strongest evidence is, at most, all comparisons counted; and its comparison."""
+        bounds = [
+            (bound_of(evidence), f"{name}, {event}" if len(rows) > 1 else name)
+            for name, rows in self._evidence.items()
+            for event, evidence in zip(EVENTS, rows, strict=False)
+        ]
+        bound, where = min(bounds, default=(1.0, ""))
+        return min(1.0, bound * len(bounds)), where
 
     @property
     def passed(self) -> bool:
-        """Whether no token was impossible and the frequencies are likely enough under the target's distribution."""
-        return self.impossible == 0 and self.error == 0 and self.p_value >= FALSE_ALARM
+        """Whether no token was impossible, and all frequencies are probable enough."""
+        return self.impossible == 0 and self.error == 0 and self.bound()[0] >= FALSE_ALARM
 
     def __str__(self) -> str:
+        bound, where = self.bound()
         if self.impossible:
             return f"{self.impossible} of {self.tokens} tokens cannot come from the target at all"
         if self.error:
             return f"the engine's probabilities are wrong by up to {self.error:.2g}"
         if not self.passed:
-            return f"{self.tokens} tokens, p <= {self.p_value:.1g} ({self.where})"
+            return f"{self.tokens} tokens, p <= {bound:.1g} ({where})"
         if not self.drafted:
             return f"{self.tokens} tokens, nothing drafted"
         rate = sum(count * number for count, number in self.accepted.items()) / self.drafted
         deepest = max(self.accepted)
-        detail = f"{self.tokens} tokens of {self.texts} texts, p <= {self.p_value:.2g}, acceptance rate {rate:.0%}"
+        detail = f"{self.tokens} tokens of {len(self._starts)} texts, p <= {bound:.2g}, acceptance rate {rate:.0%}"
         return f"{detail}, up to {deepest} accepted ({self.accepted[deepest]} times)"
 
 
-def sample(
-    decoder: SpeculativeDecoder,
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    tokens: int,
-    seeds: range,
-) -> None:
-    """Sample a text of every prompt under every option for each seed, in mixed batches of unequal lengths."""
-    pairs = [(prompt, option) for prompt in prompts for option in params]
-    texts = [
-        # every text has a seed of its own: the same random numbers twice would count as more evidence than there is
-        (prompt, replace(option, seed=seed * len(pairs) + place, max_tokens=tokens - place % 2, ignore_eos=True))
-        for seed in seeds
-        for place, (prompt, option) in enumerate(pairs)
-    ]
-    decoder.generate([prompt for prompt, _ in texts], [option for _, option in texts])
+def evidence_of(happened: Tensor, chances: Tensor) -> Tensor:
+    """[N, rates] logarithms of the martingales' factors, of N events."""
+    rates = RATES.to(chances.device)
+    return happened.double()[:, None] * rates - (chances.double()[:, None] * rates.expm1()).log1p()
 
 
-def near_distributions(
-    logits: Mapping[tuple[int, ...], Sequence[Tensor]], params: Sequence[SamplingParams]
-) -> dict[Place, list[Tensor]]:
-    """Distributions near the target's along a text, for `LikelyDrafts`. logits: of each prompt's text, [V] each."""
-    return {
-        (prompt, option_of(option)): [_near(filtered(row, option_of(option))) for row in rows]
-        for prompt, rows in logits.items()
-        for option in params
-    }
+def bound_of(evidence: Tensor) -> float:
+    """The probability of as much evidence [rates] against the distribution under test, at most."""
+    return min(1.0, len(evidence) * exp(-float(evidence.max())))
 
 
-def _near(probs: Tensor) -> Tensor:
-    """Another distribution over the likeliest tokens: they exchange a little of their probability."""
+def near(probs: Tensor) -> Tensor:
+    """A distribution for `LikelyDrafts`: the likeliest tokens exchange a little of their probability."""
     values, order = probs.topk(min(4, len(probs)))
     return probs.mul(0.95).index_add(0, order, 0.05 * values.roll(1) / values.sum()).float()
 
@@ -257,17 +205,10 @@ def deep_temperature(logits: Sequence[Sequence[Tensor]], length: int) -> float:
     """The temperature at which the target follows a likely text for `length` tokens about half the time."""
 
     def reached(temperature: float) -> float:
-        chances = [
-            torch.stack([(row.double() / temperature).softmax(-1).max() for row in rows[1 : length + 1]]).prod()
-            for rows in logits
-        ]
-        return float(torch.stack(chances).mean())
+        likeliest = [[float((row.double() / temperature).softmax(-1).max()) for row in rows[1:]] for rows in logits]
+        return sum(prod(chances[:length]) for chances in likeliest) / len(likeliest)
 
-    low, high = 0.01, 1.0
-    for _ in range(12):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if reached(middle) > 0.5 else (low, middle)
-    return low
+    return max((chosen for step in range(25) if reached(chosen := 0.01 * 1.2**step) > 0.5), default=0.01)
 
 
 def first_mismatch_kept(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
