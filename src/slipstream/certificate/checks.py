@@ -189,18 +189,17 @@ class LawChecks:
 
     def _test(self, decoder: SpeculativeDecoder, texts: SampledTexts, *, is_wrong: bool = False) -> None:
         """Sample at least FEWEST_SEEDS, and on until the deadline; a wrong rule until it is caught, or MOST_WRONG."""
-        tokens = planned_length(decoder) + AFTER_DRAFT
-        # where measured costs choose the length, half of the drafts are short, so that they end in a bonus token
-        has_short = self.decoder.config.num_draft_tokens == "auto" and texts.drafter is self._drafting.drafter
+        longest = planned_length(decoder)
         pairs = [(prompt, params) for prompt in self._prompts for params in self._params]
         for first in range(0, MOST_WRONG if is_wrong else MOST_SEEDS, SEEDS_AT_ONCE):
             batch = []  # of unequal lengths
             for seed in range(first, first + SEEDS_AT_ONCE):
-                is_short = has_short and seed % 2 == 1
+                # half of the drafts are shorter, so that bonus tokens come after every number of tokens
+                length = 1 + seed // 2 % longest if seed % 2 else longest
                 for number, (_, params) in enumerate(pairs):
                     text = replace(params, seed=seed * len(pairs) + number, ignore_eos=True)  # no draws twice
-                    length = (1 + AFTER_DRAFT if is_short else tokens) - number % 2
-                    batch.append(replace(text, max_tokens=length, num_draft_tokens=1 if is_short else None))
+                    end = length + AFTER_DRAFT - number % 2
+                    batch.append(replace(text, max_tokens=end, num_draft_tokens=length if seed % 2 else None))
             decoder.generate([prompt for prompt, _ in pairs] * SEEDS_AT_ONCE, batch)
             is_enough = first + SEEDS_AT_ONCE >= FEWEST_SEEDS and perf_counter() > self.deadline
             if texts.impossible or (is_enough if not is_wrong else not texts.passed):
