@@ -52,22 +52,19 @@ class PlannedDrafts:
         if in_batch or turn % 2:  # every length occurs, for each may take another forward
             length = 1 + turn // 2 % length
         levels = max(1, length // (1 + self.siblings))
-        right = min(
-            range(levels, -1, -1), key=self._planned.__getitem__
-        )  # the depth planned least often, long ones first
+        # the depth planned least often, long ones first
+        right = min(range(levels, -1, -1), key=self._planned.__getitem__)
         self._planned[right] += 1
         known = [*text[row.num_output_tokens :][:levels]]
         known += [0] * (levels - len(known))
-        mistaken = [(token + 1 + turn) % self.vocab_size for token in known]
-        if not self.siblings:
-            return [*known[:right], *mistaken[right : right + 1], *known[right + 1 :]], []
         tokens, parents, last = list[int](), list[int](), -1
+        mistakes = [1 + (turn + other) % (self.vocab_size - 1) for other in range(1 + self.siblings)]  # none is 0
         for level, token in enumerate(known):
-            wrong = [(token + 1 + other) % self.vocab_size for other in range(1 + self.siblings)]
-            place = (level + turn) % (1 + self.siblings)
-            children = [*wrong[:place], token if level < right else wrong[place], *wrong[place + 1 :]][
-                : length - len(tokens)
-            ]
+            children = [(token + wrong) % self.vocab_size for wrong in mistakes]
+            place = (level + turn) % len(children)
+            if level != right:
+                children[place] = token
+            children = children[: length - len(tokens)]
             parents += [last] * len(children)
             last = len(tokens) + min(place, len(children) - 1)
             tokens += children

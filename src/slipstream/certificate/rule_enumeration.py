@@ -9,8 +9,9 @@ depth has few leaves. Some branches end early, which makes a batch of unequal le
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,24 +67,19 @@ def cases(longest: int, vocab_size: int) -> Iterator[Case]:
     for length in range(1, longest + 1):
         is_full = length <= ALL_OPTIONS_TO or length == longest
         chosen = names if is_full else [names[(length + step) % len(names)] for step in (0, 5)]
-        for number, name in enumerate(chosen):
-            for one_hot in (False, True):
-                case = Case(length, name, one_hot)
-                yield case
-                if is_full:
-                    yield replace(case, batch=1 + (number + length) % 4)
-                if length == min(3, longest) and number < NUM_WIDE:
-                    yield replace(case, vocab_size=vocab_size, batch=4)
+        for (number, name), one_hot in product(enumerate(chosen), (False, True)):
+            yield Case(length, name, one_hot)
+            if is_full:
+                yield Case(length, name, one_hot, batch=1 + (number + length) % 4)
+            if length == min(3, longest) and number < NUM_WIDE:
+                yield Case(length, name, one_hot, 4, vocab_size)
 
 
 def first_fault(rule: Rule, longest: int, vocab_size: int) -> tuple[Case, float] | None:
     """The first case in which the rule's distribution is not the target's, and its error; None if there is none."""
     assert rule.distributions is not None
-    for case in cases(longest, vocab_size):
-        error = error_of(rule.distributions, case)
-        if not error <= TOLERANCE:  # NaN is a fault as well
-            return case, error
-    return None
+    errors = ((case, error_of(rule.distributions, case)) for case in cases(longest, vocab_size))
+    return next(((case, error) for case, error in errors if not error <= TOLERANCE), None)  # NaN is a fault as well
 
 
 def error_of(rule: RuleFunction, case: Case) -> float:
@@ -91,24 +87,20 @@ def error_of(rule: RuleFunction, case: Case) -> float:
     tree = _Tree(case)
     drafts = tree.drafts
     if case.one_hot:  # the first is as long as allowed, the last ones are shorter
-        drafts = [*drafts[:FIXED], *drafts[-FIXED:]] if len(drafts) > 2 * FIXED else drafts
+        drafts = [*drafts[:FIXED], *drafts[FIXED:][-FIXED:]]
     size = case.batch or len(drafts)
-    emitted = [
-        row for start in range(0, len(drafts), size) for row in _emitted(rule, tree, drafts[start : start + size])
-    ]
-    if case.one_hot:
-        return max(tree.error([(1.0, row)]) for row in emitted)
-    weights = [tree.weight(draft) for draft in tree.drafts]
-    return tree.error(list(zip(weights, emitted, strict=True)))
+    batches = [drafts[start : start + size] for start in range(0, len(drafts), size)]
+    emitted = [row for batch in batches for row in _emitted(rule, tree, batch)]
+    return max(tree.error([row]) for row in emitted) if case.one_hot else tree.error(emitted)
 
 
-@dataclass(frozen=True)
-class _Emitted:
-    """What a rule makes of one draft. path: its nodes from the root on. keep: [L + 1]; following: [L + 1, VOCAB]."""
+class _Emitted(NamedTuple):
+    """What a rule makes of one draft."""
 
-    path: list[int]
-    keep: Array
-    following: Array
+    path: list[int]  # its nodes from the root on
+    weight: float  # the probability with which the drafter makes it; 1 for a fixed one
+    keep: Array  # [L + 1]
+    following: Array  # [L + 1, VOCAB]
 
 
 class _Tree:
@@ -119,14 +111,15 @@ class _Tree:
         self._rng = np.random.default_rng(1000 * case.length + list(OPTIONS).index(case.options))
         middle = 1 + int(self._rng.integers(max(1, case.length - 2)))
         self._branching = {0, middle, case.length - 1}
-        self.parent, self.token, self.depth = [-1], [-1], [0]
-        self.scores, self.q = list[Array](), list[Array]()
-        self.drafts = list[list[int]]()
-        self._grow(0, [0], case.length)
+        self.parent, self.token = [-1], [-1]
+        self.drafts, self.weights = list[list[int]](), dict[int, float]()  # weights by the last node
+        nodes = list[tuple[Array, Array]]()
+        self._grow(0, [0], case.length, 1.0, nodes)
         self._children = np.zeros((len(self.parent), VOCAB), dtype=np.int64)  # 0 where there is none
         self._children[self.parent[1:], self.token[1:]] = np.arange(1, len(self.parent))
         self.ids = torch.linspace(0, case.vocab_size - 1, VOCAB).long()
-        scores = torch.tensor(np.array(self.scores), dtype=torch.float32)
+        scores, self.q = torch.tensor(np.array(nodes), dtype=torch.float32).unbind(1)
+        self.scores = scores
         options = OPTIONS[case.options]
         if options.temperature:
             self.p = Warp(options, scores.device)(scores)
@@ -135,32 +128,26 @@ class _Tree:
         self.exact = self.p.double().numpy()
         self.exact /= self.exact.sum(-1, keepdims=True)
 
-    def _grow(self, node: int, path: list[int], end: int) -> None:
-        """Add what the drafter may propose after a node, up to depth `end`."""
-        depth, branching = self.depth[node], self.depth[node] in self._branching
-        scores = self._rng.normal(size=VOCAB) * 1.3
-        order = self._rng.permutation(VOCAB)
+    def _grow(self, node: int, path: list[int], end: int, weight: float, nodes: list[tuple[Array, Array]]) -> None:
+        """Add what the drafter may propose after a node, up to depth `end`. nodes: scores and q of each."""
+        depth, branching = len(path) - 1, len(path) - 1 in self._branching
+        scores, order = self._rng.normal(size=VOCAB) * 1.3, self._rng.permutation(VOCAB)
         if not branching:  # likely enough that the end of the draft is reached
             scores[order[0]] = scores.max() + np.log(max(9.0, self.length))
         likely = np.exp(self._rng.normal(size=BRANCHES)) if branching else np.ones(1)
-        self.scores.append(scores)
         q = np.zeros(VOCAB)
         q[order[: len(likely)]] = likely / likely.sum()
-        self.q.append(q)
+        nodes.append((scores, q))
         if depth >= end:
             self.drafts.append(path)
+            self.weights[node] = 1.0 if self.case.one_hot else weight
             return
         for branch, token in enumerate(order[: len(likely)]):
             child = len(self.parent)
             self.parent.append(node)
             self.token.append(int(token))
-            self.depth.append(depth + 1)
             shorter = end if branch == 0 or depth > 0 else (depth + 1, (end + 1) // 2)[branch - 1]
-            self._grow(child, [*path, child], max(shorter, depth + 1))
-
-    def weight(self, path: Sequence[int]) -> float:
-        """The probability with which the drafter makes this draft."""
-        return float(np.prod([self.q[node][self.token[child]] for node, child in pairwise(path)]))
+            self._grow(child, [*path, child], max(shorter, depth + 1), weight * q[token], nodes)
 
     def table(self, batch: Sequence[Sequence[int]], values: Tensor, columns: int, padding: float) -> Tensor:
         """[B, columns, vocab_size] the values [nodes, VOCAB] of each draft's nodes."""
@@ -179,23 +166,23 @@ class _Tree:
             tokens[row, : len(path) - 1] = self.ids[[self.token[node] for node in path[1:]]]
         if self.case.one_hot:
             return Draft(tokens, lengths)
-        q = self.table(batch, torch.tensor(np.array(self.q), dtype=torch.float32), width, 0.0)
+        q = self.table(batch, self.q, width, 0.0)
         for row, length in enumerate(lengths):
             q[row, length:] = 1 / self.case.vocab_size
         return Draft(tokens, lengths, q)
 
-    def error(self, emitted: Sequence[tuple[float, _Emitted]]) -> float:
-        """The largest error of a conditional distribution. emitted: with the probability of each draft."""
+    def error(self, emitted: Sequence[_Emitted]) -> float:
+        """The largest error of a conditional distribution."""
         ended = np.zeros((len(self.parent), VOCAB))  # mass of rounds that end with this token after the node
         alive = np.zeros(len(self.parent))  # mass of rounds that accept the node
-        for weight, row in emitted:
+        for row in emitted:
             if not (np.isfinite(row.keep).all() and (row.keep >= 0).all() and row.keep.sum() > 0):
                 return float("inf")
-            keep = weight * row.keep / row.keep.sum()
+            keep = row.weight * row.keep / row.keep.sum()
             ended[row.path] += keep[:, None] * row.following
             alive[row.path] += keep[::-1].cumsum()[::-1]
         children = self._children
-        reached = sorted({node for _, row in emitted for node in row.path})  # parents first
+        reached = sorted({node for row in emitted for node in row.path})  # parents first
         continued, target = np.zeros(len(self.parent)), np.ones(len(self.parent))
         worst = 0.0
         for node in reached:
@@ -214,10 +201,9 @@ class _Tree:
 def _emitted(rule: RuleFunction, tree: _Tree, batch: Sequence[list[int]]) -> Iterator[_Emitted]:
     """What the rule makes of a batch of drafts, read as `accept` reads it."""
     draft = tree.draft(batch)
-    scores = torch.tensor(np.array(tree.scores), dtype=torch.float32)
-    impossible = -60.0
-    p = tree.table(batch, tree.p, draft.width + 1, 0.0)
-    result: Distributions = rule(p, tree.table(batch, scores, draft.width + 1, impossible), draft)
+    columns = draft.width + 1
+    p, scores = tree.table(batch, tree.p, columns, 0.0), tree.table(batch, tree.scores, columns, -60.0)
+    result: Distributions = rule(p, scores, draft)
     keep = result.keep.double().clone()
     following = [
         result.next_token(torch.full((len(batch),), count).minimum(draft.lengths_on_device[:, 0])).double()
@@ -227,4 +213,4 @@ def _emitted(rule: RuleFunction, tree: _Tree, batch: Sequence[list[int]]) -> Ite
         keep[row, length] += keep[row, length + 1 :].sum()
         table = torch.stack([distributions[row] for distributions in islice(following, length + 1)])
         table = table / table.sum(-1, keepdim=True).clamp(min=1e-300)
-        yield _Emitted(path, keep[row, : length + 1].numpy(), table[:, tree.ids].numpy())
+        yield _Emitted(path, tree.weights[path[-1]], keep[row, : length + 1].numpy(), table[:, tree.ids].numpy())
