@@ -223,18 +223,27 @@ def sampled(drafter: Drafting, rule: str) -> Finding:
     return Verifier(decoder, PROMPTS, budget=0.0).checks["distribution of sampled text"]()
 
 
-@pytest.mark.parametrize("rule", ["block", "rejection"])
-@pytest.mark.parametrize("drafter", [Drafting(), Ending(0.2, is_kept=True)])
-def test_drafts_that_are_what_they_say_pass(drafter: Drafting, rule: str) -> None:
+@pytest.mark.parametrize(("rule", "drafter"), [("block", Drafting()), ("rejection", Ending(0.2, is_kept=True))])
+def test_drafts_that_are_what_they_say_pass(rule: str, drafter: Drafting) -> None:
     assert sampled(drafter, rule).passed
 
 
-LYING = [*map(Ending, (0.12, 0.2, 0.35)), ArgmaxDrafting(), SharperDrafting()]
+def test_drafts_that_end_by_confidence_pass() -> None:
+    decoder = toy(num_draft_tokens="confidence:0.4", acceptance="block")
+    assert Verifier(decoder, PROMPTS, budget=0.0).checks["distribution of sampled text"]().passed
 
 
-@pytest.mark.parametrize("rule", ["block", "rejection"])
-@pytest.mark.parametrize("drafter", LYING)
-def test_a_drafter_that_lies_about_its_distribution_fails(drafter: Drafting, rule: str) -> None:
+LYING = [
+    ("block", Ending(0.12)),
+    ("rejection", Ending(0.2)),
+    ("block", Ending(0.35)),
+    ("rejection", ArgmaxDrafting()),
+    ("block", SharperDrafting()),
+]
+
+
+@pytest.mark.parametrize(("rule", "drafter"), LYING)
+def test_a_drafter_that_lies_about_its_distribution_fails(rule: str, drafter: Drafting) -> None:
     finding = sampled(drafter, rule)
     assert finding.passed is False and "drafted tokens with q <" in finding.detail
 
@@ -406,7 +415,6 @@ def test_a_wrong_bit_in_the_cache_of_keys_and_values_fails(monkeypatch: pytest.M
 # the originals
 
 SETTINGS: list[dict[str, Any]] = [
-    {},
     {"acceptance": "rejection"},
     {"num_draft_tokens": "4x2"},
     {"num_draft_tokens": 1, "acceptance": "block"},

@@ -139,6 +139,8 @@ class LawChecks:
         self.depth = planned_length(self._drafting if self.decoder.coupled else self.decoder)
         choice = LengthChoice.parse(self.decoder.config.num_draft_tokens)
         self.longest = self.depth if choice.kind == "fixed" else longest_draft(self.decoder)
+        # a drafter that ends its drafts by confidence still does so inside another one, which has a fixed length
+        self._length = self.depth if choice.kind == "confidence" else self._drafting.config.num_draft_tokens
 
     def enumerated(self) -> Finding:
         """The distribution that the rule itself gives, at every depth of drafts of every length."""
@@ -166,7 +168,8 @@ class LawChecks:
         """Texts with the decoder's own drafter."""
         drafting, coupled = self._drafting, self.decoder.coupled
         texts = SampledTexts(drafting.drafter, drafting.traits, are_drafts_sampled=not coupled)
-        self._test(drafting.using(texts, acceptance="match" if coupled else None), texts)
+        acceptance = "match" if coupled else None
+        self._test(drafting.using(texts, num_draft_tokens=self._length, acceptance=acceptance), texts)
         return Finding(texts.passed and texts.drafted > 0, str(texts))
 
     def likely(self) -> Finding:
