@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.certificate.sampled_frequencies import bonus_from_raw_logits, first_mismatch_kept
+from slipstream.certificate.sampled_law import bonus_from_raw_logits, first_mismatch_kept
 from slipstream.core.acceptance import Distributions, Rule, load_rule, rejection
 from slipstream.core.types import Draft
 from tests.support.enumeration import (

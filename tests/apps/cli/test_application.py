@@ -140,13 +140,23 @@ def test_verify_exits_with_the_verdict(capsys, monkeypatch, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_verify_calls_a_lossy_rule_lossy(capsys, monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    arguments = ("verify", *TOY, "--draft", "toy:2", "--acceptance", "topk:300", "--budget", "1", "--json", str(file))
+    code, out, err = run(capsys, monkeypatch, *arguments, "--limit", "1")
+    report = json.loads(file.read_text())
+    assert code == 1 and "LOSSY" in out and "VERIFIED" not in out and "topk:300 is lossy" in err.splitlines()[-1]
+    assert report["verdict"] == "LOSSY" and report["verified"] is False and report["lossless"] is False
+
+
+@pytest.mark.slow
 def test_verify_says_what_does_not_apply_and_honours_the_category(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     arguments = ("verify", *TOY, "--draft", "toy:2", "--acceptance", "block", "--budget", "1", "--json", str(file))
     code, out, _ = run(capsys, monkeypatch, *arguments, "--category", "code edit")
     checks = json.loads(file.read_text())["checks"]
-    assert code == 0 and "VERIFIED" in out and "13 of 19 checks passed, 6 not applicable" in " ".join(out.split())
-    assert [check["passed"] for check in checks].count(None) == 6
+    assert code == 0 and "VERIFIED" in out and "19 of 26 checks passed, 7 not applicable" in " ".join(out.split())
+    assert [check["passed"] for check in checks].count(None) == 7
     assert "1 of 1 identical" in next(check["detail"] for check in checks if check["name"] == "greedy text, one by one")
 
 
