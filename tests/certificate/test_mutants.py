@@ -417,7 +417,6 @@ def test_a_wrong_bit_in_the_cache_of_keys_and_values_fails(monkeypatch: pytest.M
 SETTINGS: list[dict[str, Any]] = [
     {"acceptance": "rejection"},
     {"num_draft_tokens": "4x2"},
-    {"num_draft_tokens": 1, "acceptance": "block"},
 ]
 
 
