@@ -15,7 +15,7 @@ from slipstream import drafters
 from slipstream.checks import arguments_named, check_known, explained_fields
 from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule, load_rule
-from slipstream.core.interfaces import Drafter, Learner
+from slipstream.core.interfaces import Drafter, Learner, Source
 from slipstream.core.kv_slots import Shapes
 from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
@@ -512,10 +512,15 @@ class SpeculativeDecoder:
     @property
     def drafter(self) -> Drafter | None:
         """The drafter in use: the caller's object, or else the last source that is asked; None if nothing drafts."""
-        given, sources = self._parts.drafter, self._engine.sources
+        given, sources = self._parts.drafter, self.sources
         if not isinstance(given, str):
             return given
-        return sources[-1].drafter if sources and not sources[-1].of_predictions else None
+        return sources[-1].drafter if sources else None
+
+    @property
+    def sources(self) -> list[Source]:
+        """The sources of drafts, in the order in which they are asked, without the one that only reads predictions."""
+        return [source for source in self._engine.sources if not source.of_predictions]
 
     @property
     def drafter_name(self) -> str:

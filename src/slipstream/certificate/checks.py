@@ -31,6 +31,7 @@ from slipstream.certificate.sampled_law import (
     wrong_rules,
 )
 from slipstream.core.acceptance import Rule, load_rule
+from slipstream.core.interfaces import Source
 from slipstream.core.kv_slots import CATCH_UP
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.decoder import SpeculativeDecoder
@@ -167,7 +168,7 @@ class LawChecks:
     def sampled(self) -> Finding:
         """Texts with the decoder's own drafter."""
         drafting, coupled = self._drafting, self.decoder.coupled
-        texts = SampledTexts(drafting.drafter, drafting.traits, are_drafts_sampled=not coupled)
+        texts = SampledTexts(drafting.sources, drafting.traits, are_drafts_sampled=not coupled)
         acceptance = "match" if coupled else None
         self._test(drafting.using(texts, num_draft_tokens=self._length, acceptance=acceptance), texts)
         return Finding(texts.passed and texts.drafted > 0, str(texts))
@@ -185,7 +186,7 @@ class LawChecks:
         return Finding(not texts.passed, str(texts))
 
     def _likely(self, rule: Rule | None) -> SampledTexts:
-        texts = SampledTexts(LikelyDrafts(self._near), LikelyDrafts.traits, self._near)
+        texts = SampledTexts([Source(LikelyDrafts(self._near))], LikelyDrafts.traits, self._near)
         decoder = self.decoder.using(texts, num_draft_tokens=self.depth, acceptance=rule)
         self._test(decoder, texts, is_wrong=rule is not None)
         return texts

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import Distributions, Rule, rejection
-from slipstream.core.interfaces import Drafter, Sampler
+from slipstream.core.interfaces import Sampler, Source
 from slipstream.core.rng import WarpOptions
 from slipstream.core.types import Draft, Row, Traits, Verdict
+from slipstream.draft_length.planner import lengths_without_costs
 from slipstream.sampling.params import SamplingParams
 
 FALSE_ALARM = 1e-6  # a right rule fails a test with at most this probability
@@ -68,7 +69,7 @@ def filtered(logits: Tensor, option: WarpOptions, slack: float = 0.0) -> Tensor:
 class SampledTexts:
     """A drafter whose drafts, and what the target makes of them, are tested."""
 
-    drafter: Drafter
+    sources: Sequence[Source]  # the drafter's
     traits: Traits
     near: Mapping[Place, Sequence[Tensor]] = field(default_factory=dict)  # the drafter's distributions, where known
     are_drafts_sampled: bool = False  # anew in each round; not where the target's noise chooses them
@@ -83,7 +84,13 @@ class SampledTexts:
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         self._sampler = sampler
-        return self.drafter.propose(rows, lengths, sampler)
+        draft = Draft.empty(len(rows), sampler.device)
+        for source in self.sources:  # as in a round without costs
+            wanted = lengths_without_costs(lengths, draft, lengths)
+            if any(wanted):
+                proposed = source.drafter.propose(rows, wanted, sampler)
+                draft = Draft.where([not length for length in wanted], draft, proposed)
+        return draft
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         counts, following = verdict.accepted.tolist(), verdict.next_token.tolist()
