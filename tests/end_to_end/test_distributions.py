@@ -139,7 +139,7 @@ def test_text_under_the_match_rule_equals_plain_decoding(name: str, drafter: str
 
 # Wrong rules and draws that must be caught
 
-MORE = range(3 * RUNS // 2)
+MORE = range(2 * RUNS)
 
 
 @pytest.mark.parametrize(

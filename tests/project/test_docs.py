@@ -25,7 +25,7 @@ BLOCK = re.compile(r"(?ms)^( *)```(\w*)([^\n]*)\n(.*?)^\1```$")
 FIGURE = re.compile(
     r"(?<![\w.])\d+(?:\.\d+)?x(?!\w)|\d\.\d+ times (?:as|faster)|\d (?:tok/s|tokens per second|tokens per forward)"
 )
-MOST_WORDS = 16_500
+MOST_WORDS = 17_000
 GENERATED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
 # Models that the documentation names, which are not on every machine, and their substitutes in the tests.
 TARGETS = re.compile(r'"(?:Qwen/[\w.-]+|smollm2)"')

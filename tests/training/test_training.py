@@ -397,7 +397,7 @@ def test_a_finished_training_rewrites_its_head_and_notices_missing_texts(shortly
     assert head.read_bytes() == whole
     lines = made.read_bytes().splitlines(keepends=True)
     made.write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(SlipstreamError, match=f"holds {len(lines) - 1} texts; allowed: the {len(lines)} that the"):
+    with pytest.raises(SlipstreamError, match=f"holds {len(lines) - 1} texts; allowed: the {len(lines)} with which"):
         train(folder, num_steps=16)
     with pytest.raises(SlipstreamError, match=r"texts.jsonl': file exists; nothing was saved yet"):
         train(made, num_steps=16)

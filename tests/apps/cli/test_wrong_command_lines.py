@@ -142,7 +142,7 @@ WRITTEN: list[Case] = [
     (("bench", *TOY, "--batch-sizes", "1,99"), "batch size 99; allowed: up to max_batch_size (8)"),
     (("bench", *TOY, "--arms", "none,ngarm"), "ngarm"),
     (("bench", *TOY, "--plan", "typo.json"), "did you mean 'drafter'?"),
-    (("sweep", *TOY, "--lengths", "8-0"), "the range 8-0 is empty"),
+    (("sweep", *TOY, "--lengths", "8-0"), "--lengths '8-0' has no length above 0"),
     (("sweep", *TOY, "--lengths", "x"), "--lengths 'x'; allowed: whole numbers and ranges"),
     (("sweep", *TOY, "--temperatures", "-1"), "--temperatures '-1'; allowed: numbers, 0 or more"),
     (("sweep", *TOY, "--num-draft-tokens", "3"), "allowed: --lengths"),

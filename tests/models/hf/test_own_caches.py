@@ -205,7 +205,7 @@ def test_an_encoder_is_refused_with_the_field_to_set() -> None:
 
 
 def test_reproducible_is_refused_for_models_on_their_own_caches() -> None:
-    with pytest.raises(UsageError, match="runs on a cache of its own"):
+    with pytest.raises(UsageError, match="runs on its own cache"):
         SpeculativeDecoder(tiny_model("olmo_hybrid"), reproducible=True)
 
 

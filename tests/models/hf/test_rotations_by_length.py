@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.loop import Engine
 from slipstream.core.session import Session
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
@@ -81,7 +83,8 @@ def test_a_round_that_crosses_the_switch_changes_the_text(case: Any, monkeypatch
     model, texts, expected = case
     full_texts = [[*prompt, *text] for prompt, text in zip(texts, expected, strict=True)]
     decoder = SpeculativeDecoder(model, drafter=Oracle(full_texts), num_draft_tokens=7, reproducible=False)
-    monkeypatch.setattr("slipstream.core.loop.Batch._max_tokens", lambda *_: None)
+    make_batch = Engine.batch
+    monkeypatch.setattr(Engine, "batch", lambda *given: replace(make_batch(*given), longest_short=None))
     assert [result.token_ids for result in decoder.generate(texts, PARAMS)] != expected
 
 

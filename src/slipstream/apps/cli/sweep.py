@@ -85,6 +85,8 @@ def sweep_command(
     lengths = {n for first, _, last in spans for n in range(int(first), int(last or first) + 1)} - {0}
     if not lengths:
         raise UsageError(f"--lengths {options.lengths!r} has no length above 0; allowed: e.g. 0-4,8")
+    if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", options.temperatures):
+        raise UsageError(f"--temperatures {options.temperatures!r}; allowed: numbers, 0 or more, e.g. 0,0.8")
     names: list[str] = []
     for temperature in options.temperatures.split(","):
         names.append(f"none~{temperature}")
