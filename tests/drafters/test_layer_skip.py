@@ -252,7 +252,8 @@ def test_captured_graphs_draft_the_same_also_after_the_cache_has_moved(name: str
         target = Session(backend)
         session = SharedCacheSession(target, (0,))
         if isinstance(backend, GraphedBackend):
-            session._layers.table.backend = GraphedBackend(session.backend.model, tapes[1], cache=backend.cache)
+            captured = GraphedBackend(session.backend.model, tapes[1], cache=backend.cache)
+            session.backend = session._layers.backend = session._layers.table.backend = captured
         for _ in range(2):
             rows = [Row(i, ids, GREEDY, 7) for i, ids in enumerate(prompts((5, 1, 17)))]
             for _ in run(engine(target, ModelDrafter(session, VOCAB), Fixed(3)), rows):
