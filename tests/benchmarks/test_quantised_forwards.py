@@ -69,7 +69,7 @@ def test_llama_cpp_is_compared_only_by_its_kl_divergence(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="llama_cpp without kl; allowed: both"):
         quantised_forwards.main(str(tmp_path / "tiny.gguf"), llama_cpp=True)
     write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
-    with pytest.raises(UsageError, match=r"llama_cpp needs a \.gguf file; target '.*' is none"):
+    with pytest.raises(UsageError, match=r"llama_cpp needs a \.gguf file; target '.*' is not one"):
         quantised_forwards.main(str(tmp_path), kl=24, llama_cpp=True)
     equal = torch.randn(3, 8, dtype=torch.float64).log_softmax(-1)
     wide = torch.nn.functional.pad(equal, (0, 2))  # a vocabulary that was padded

@@ -204,7 +204,7 @@ def test_a_folder_belongs_to_one_training(trained: Path, tmp_path: Path) -> None
         job(trained).run(SpeculativeDecoder(fresh("llama", num_hidden_layers=4), tokenizer=tokenizer()))
     lock = locked(trained / training_job.LOCK)
     assert lock is not None
-    with pytest.raises(UsageError, match="is in use by another training"):
+    with pytest.raises(UsageError, match="is in use by another process that trains"):
         job(trained)  # before a model is loaded
     lock.release()
     before = (trained / "model.safetensors").read_bytes()

@@ -98,8 +98,8 @@ def test_a_wrong_text_fails_the_command(capsys, monkeypatch, tmp_path: Path, pro
     [
         (("--lengths", "8-x"), "--lengths '8-x'; allowed: whole numbers and ranges"),
         (("--lengths", "0-100"), "draft length 65; allowed: 1 to 64 tokens\n"),
-        (("--lengths", "5-3"), "--lengths '5-3' has no length above 0"),
-        (("--temperatures", "-1"), "arm 'none~-1'; allowed: DRAFTER"),
+        (("--lengths", "5-3"), "the range 5-3 is empty"),
+        (("--temperatures", "-1"), "--temperatures '-1'; allowed: numbers, 0 or more"),
         (("--temperature", "0.5"), "--temperature 0.5 names one temperature; allowed: --temperatures"),
         (("--num-draft-tokens", "3"), "--num-draft-tokens 3 names one length; allowed: --lengths"),
         (("--drafter", "ngram", "--drafters", "ngram_table"), "--drafter ngram with --drafters"),

@@ -133,7 +133,7 @@ def test_a_drafter_with_wrong_texts_is_not_advised_and_fails_the_command(
     assert code == 1 and "texts differ from plain decoding and are not ties" in err and "DIFFERENT" in out
     (advice,) = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["advice"]
     failed = [standing for standing in advice["others"] if standing["failed"]]
-    assert failed and all("no ties" in standing["lost"] for standing in failed)
+    assert failed and all("not ties" in standing["lost"] for standing in failed)
     assert advice["best"] is None or not advice["best"]["failed"]
 
 

@@ -36,6 +36,8 @@ FIRST = (
     "Decoder",
 )
 LAST = ("Output", "Options", "Examples")
+NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
+BOUNDS = {r"greater than or equal to (\S+)": r"\1 or more", r"less than or equal to (\S+)": r"\1 or less"}
 RANGES = {r"\bx>=(\d+)": r"\1 or more", r"\b(\d+)<=x<=(\d+)": r"\1 to \2"}  # as typer writes them in help
 
 
@@ -43,13 +45,27 @@ class _Checked:
     """The common part of `Command` and `Group`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse, but refuse empty values, and suggest the option that an unknown one may mean."""
+        """Parse, but refuse empty values, repeat wrong ones, and suggest the option that an unknown one may mean."""
+        words = list(args)  # parsing empties `args`
         for option in self.get_params(ctx):  # type: ignore[attr-defined]
-            if option.param_type_name == "option" and _needs_text(option) and "" in _values(args, option.opts):
+            if option.param_type_name == "option" and _needs_text(option) and "" in _values(words, option.opts):
                 flag = max(option.opts, key=len)
                 raise UsageError(f"{flag} ''; allowed: {flag} {option.metavar or 'VALUE'}")
         try:
             return list(super().parse_args(ctx, args))  # type: ignore[misc]
+        except typer.BadParameter as error:  # whose own message may lack the value
+            given = [] if error.param is None else _values(words, error.param.opts)
+            if error.param is not None and not given and error.param.name in (ctx.default_map or {}):
+                given = [str(ctx.default_map[error.param.name])]  # from a plan file
+            if error.param is None or not given:
+                raise
+            allowed = error.message
+            if allowed.startswith("Input should be "):
+                allowed = allowed.removeprefix("Input should be ").partition(",")[0]
+            for pattern, plain in BOUNDS.items():
+                allowed = re.sub(pattern, plain, allowed)
+            flag = max(error.param.opts, key=len)
+            raise UsageError(f"{flag} {' '.join(given)!r}; allowed: {NUMBERS.get(allowed, allowed)}") from error
         except TyperException as error:
             match = re.match(r"No such option:? '?(-[^\s']*)", error.format_message())
             if match is None:

@@ -76,17 +76,20 @@ def sweep_command(
         raise UsageError(f"--temperature {params.temperature:g} names one temperature; allowed: --temperatures")
     if options.drafters and config.drafter != "auto":
         raise UsageError(f"--drafter {config.drafter} with --drafters; allowed: one of the two")
-    drafters = [part.strip() for part in (options.drafters or config.drafter).split(",")]
-    if drafters == ["auto"]:
-        drafters = [preferred(draft_model=models.draft not in (None, NO_DRAFT), costs=False)]
     if not re.fullmatch(r"\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*", options.lengths):
         raise UsageError(f"--lengths {options.lengths!r}; allowed: whole numbers and ranges, e.g. 0-4,8")
     spans = [part.partition("-") for part in options.lengths.split(",")]
+    for first, dash, last in spans:
+        if dash and int(last) < int(first):
+            raise UsageError(f"--lengths {options.lengths!r}: the range {first}-{last} is empty; allowed: e.g. 0-4,8")
     lengths = {n for first, _, last in spans for n in range(int(first), int(last or first) + 1)} - {0}
     if not lengths:
         raise UsageError(f"--lengths {options.lengths!r} has no length above 0; allowed: e.g. 0-4,8")
     if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", options.temperatures):
         raise UsageError(f"--temperatures {options.temperatures!r}; allowed: numbers, 0 or more, e.g. 0,0.8")
+    drafters = [part.strip() for part in (options.drafters or config.drafter).split(",")]
+    if drafters == ["auto"]:
+        drafters = [preferred(draft_model=models.draft not in (None, NO_DRAFT), costs=False)]
     names: list[str] = []
     for temperature in options.temperatures.split(","):
         names.append(f"none~{temperature}")
