@@ -59,7 +59,7 @@ class _Checked:
                 given = [str(ctx.default_map[error.param.name])]  # from a plan file
             if error.param is None or not given:
                 raise
-            allowed = error.message
+            allowed = error.message.rpartition("; allowed: ")[2]
             if allowed.startswith("Input should be "):
                 allowed = allowed.removeprefix("Input should be ").partition(",")[0]
             for pattern, plain in BOUNDS.items():
