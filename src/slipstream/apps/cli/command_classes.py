@@ -54,10 +54,10 @@ class _Checked:
         try:
             return list(super().parse_args(ctx, args))  # type: ignore[misc]
         except typer.BadParameter as error:  # whose own message may lack the value
-            given = [] if error.param is None else _values(words, error.param.opts)
-            if error.param is not None and not given and error.param.name in (ctx.default_map or {}):
-                given = [str(ctx.default_map[error.param.name])]  # from a plan file
-            if error.param is None or not given:
+            values = [] if error.param is None else _values(words, error.param.opts)
+            if error.param is not None and not values and error.param.name in (ctx.default_map or {}):
+                values = [str(ctx.default_map[error.param.name])]  # from a plan file
+            if error.param is None or not values:
                 raise
             allowed = error.message.rpartition("; allowed: ")[2]
             if allowed.startswith("Input should be "):
@@ -65,7 +65,7 @@ class _Checked:
             for pattern, plain in BOUNDS.items():
                 allowed = re.sub(pattern, plain, allowed)
             flag = max(error.param.opts, key=len)
-            raise UsageError(f"{flag} {' '.join(given)!r}; allowed: {NUMBERS.get(allowed, allowed)}") from error
+            raise UsageError(f"{flag} {' '.join(values)!r}; allowed: {NUMBERS.get(allowed, allowed)}") from error
         except TyperException as error:
             match = re.match(r"No such option:? '?(-[^\s']*)", error.format_message())
             if match is None:
