@@ -1,121 +1,161 @@
 """Is one checkout of Slipstream as fast as another, arm by arm, on the same prompts?
 
-    python benchmarks/checkout_speed.py BEFORE AFTER                              # before, after, before, after
-    python benchmarks/checkout_speed.py BEFORE AFTER --plan benchmarks/pair.json --turns 1
+    python benchmarks/checkout_speed.py BEFORE AFTER                       # SmolLM2
+    python benchmarks/checkout_speed.py BEFORE AFTER --target T --draft D --arms none,model@4,auto --turns 2
+    python benchmarks/checkout_speed.py BEFORE BEFORE                      # the machine's noise
 
-Each turn runs `slipstream bench` once in each checkout, in a process of its own and with the same plan (without the
-report). Speeds are compared for the same arm, prompt and turn; a ratio above 1 means that AFTER is faster. Hugging
-Face's arms run the same code in both checkouts, so their ratios show the machine's noise. The machine should have
-nothing else to do. Exit code 1 if the median ratio of one of Slipstream's arms is below --least.
+Each checkout runs in a process of its own with the model loaded; the two take turns at every single text, in
+alternating order, so that a machine whose speed drifts slows both. Each turn starts new processes, since where a
+process's memory lies may decide its speed. A ratio above 1 means that AFTER is faster. The machine should have nothing
+else to do. Exit code 1 if the median ratio of an arm is below --least.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from statistics import geometric_mean, median, quantiles
+from subprocess import PIPE, Popen
+from time import perf_counter
+from typing import Annotated, Any, Self
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from same_texts import choose_prompts
+from terminal import Count, JsonFile, console, run
 
-ROOT = Path(__file__).parents[1]
-WITHOUT_REPORT = {"report": False}  # which would only take time after the runs
-
-Key = tuple[str, str, int, int]  # arm, prompts, batch size, repeat
+WORKER = "--worker"  # runs this script as the process of one checkout
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One run of an arm on one group of prompts."""
+class Pair:
+    """One text's seconds in both checkouts, and whether its tokens are the same."""
 
-    seconds: float
-    texts: list[list[int]]
-
-
-def bench(checkout: Path, plan: Path, folder: Path) -> dict[Key, Measured]:
-    """Run the benchmark of a checkout and read what it recorded."""
-    scripts = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    module, _, function = scripts["slipstream"].partition(":")
-    code = f"import slipstream; print(slipstream.__file__, flush=True); from {module} import {function} as main; main()"
-    command = [sys.executable, "-c", code, "bench", "--plan", str(plan), "--out", str(folder)]
-    sources = {"PYTHONPATH": str(checkout / "src")}
-    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | sources, encoding="utf-8")
-    home = Path(process.stdout.partition("\n")[0]).resolve()
-    if not home.is_relative_to(checkout / "src"):
-        raise SystemExit(f"slipstream was imported from {home}, not from {checkout / 'src'}")
-    if process.returncode:
-        raise SystemExit(f"{checkout}: the benchmark failed with exit code {process.returncode}:\n{process.stdout}")
-    lines = [json.loads(line) for line in (folder / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {_key(line): Measured(line["seconds"], line["texts"]) for line in lines if line["kind"] == "run"}
+    before: float
+    after: float
+    same: bool
 
 
-def _key(line: dict[str, Any]) -> Key:
-    return line["arm"], " ".join(line["prompts"]), line["batch"], line["repeat"]
+class Checkout:
+    """A process with a checkout's code and loaded models."""
+
+    def __init__(self, folder: Path, job: dict[str, Any]) -> None:
+        command, sources = [sys.executable, __file__, WORKER, str(folder)], {"PYTHONPATH": str(folder / "src")}
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=os.environ | sources, encoding="utf-8")
+        self._send(job)
+        self._answer()  # loaded and calibrated, so that the next checkout does so with the machine to itself
+
+    def _send(self, message: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def timed(self, arm: str, prompt: str) -> tuple[float, list[int]]:
+        """Generate the answer to a prompt; returns seconds and token ids."""
+        self._send([arm, prompt])
+        seconds, tokens = self._answer()
+        return seconds, tokens
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a worker failed with exit code {self._process.wait()}")
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
 
 
-def ratios(before: dict[Key, Measured], after: dict[Key, Measured]) -> dict[str, list[float]]:
-    """How many times as fast AFTER was, by arm. A measurement that only one checkout has is an error."""
-    if before.keys() != after.keys():
-        raise SystemExit(f"only one checkout ran {sorted(before.keys() ^ after.keys())[0]}")
-    by_arm: dict[str, list[float]] = {}
-    for key, measured in before.items():
-        by_arm.setdefault(key[0], []).append(measured.seconds / after[key].seconds)
-    return by_arm
+def work(checkout: Path) -> None:
+    """Answer requests from standard input with the code of `checkout`; runs in a process of its own."""
+    import slipstream
+    from slipstream import SamplingParams, SpeculativeDecoder
+
+    home = Path(slipstream.__file__).resolve()
+    assert home.is_relative_to(checkout / "src"), f"{home} is not in {checkout / 'src'}"
+    job = json.loads(sys.stdin.readline())
+    loaded = SpeculativeDecoder(job["target"], job["draft"])
+    decoders = {arm: loaded.using(**_settings(arm)) for arm in job["arms"]}
+    params = SamplingParams(max_tokens=job["max_tokens"])
+    print("true", flush=True)
+    for line in sys.stdin:
+        arm, prompt = json.loads(line)
+        begin = perf_counter()
+        tokens = decoders[arm].generate(decoders[arm].encode(prompt, chat=True), params).token_ids
+        print(json.dumps([perf_counter() - begin, tokens]), flush=True)
 
 
-def show(turns: Sequence[dict[str, list[float]]], changed: dict[str, int]) -> dict[str, float]:
-    """Print a line for each arm and return the median ratios. changed: by arm, how many texts differ."""
-    table = Table("arm", *(f"turn {number}" for number in range(1, len(turns) + 1)), "all", "runs", "texts that differ")
+def _settings(arm: str) -> dict[str, Any]:
+    """An arm's drafter and draft length; the name is "DRAFTER" or "DRAFTER@LENGTH"."""
+    drafter, _, length = arm.partition("@")
+    return {"drafter": drafter, "num_draft_tokens": int(length) if length else "auto"}
+
+
+def measure(before: Checkout, after: Checkout, arm: str, prompt: str, after_first: bool) -> Pair:
+    """One prompt in both checkouts, one after the other."""
+    if after_first:
+        new, old = after.timed(arm, prompt), before.timed(arm, prompt)
+    else:
+        old, new = before.timed(arm, prompt), after.timed(arm, prompt)
+    return Pair(old[0], new[0], old[1] == new[1])
+
+
+def show(pairs: dict[str, list[Pair]]) -> dict[str, float]:
+    """Print a line for each arm and return the median ratios."""
+    table = Table("arm", "median", "middle half", "geometric mean", "total time", "texts", "texts that differ")
     medians = {}
-    for arm in turns[0]:
-        everything = [ratio for turn in turns for ratio in turn[arm]]
-        medians[arm] = median(everything)
-        cells = [f"{median(turn[arm]):.3f}" for turn in turns]
-        table.add_row(arm, *cells, f"{medians[arm]:.3f}", str(len(everything)), str(changed[arm]))
-    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
+    for arm, runs in pairs.items():
+        ratios = [pair.before / pair.after for pair in runs]
+        low, medians[arm], high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        total = sum(pair.before for pair in runs) / sum(pair.after for pair in runs)
+        cells = f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}", f"{geometric_mean(ratios):.3f}", f"{total:.3f}"
+        table.add_row(arm, *cells, str(len(runs)), str(sum(not pair.same for pair in runs)))
+    console.print(table)
     return medians
 
 
 def main(
     before: Path,
     after: Path,
-    plan: Path = ROOT / "benchmarks" / "quick.json",
-    turns: Annotated[int, typer.Option(min=1)] = 2,
+    target: str = "smollm2",
+    draft: str | None = None,
+    arms: Annotated[str, typer.Option(help="DRAFTER or DRAFTER@LENGTH, with commas between")] = "none,ngram@7,auto",
+    prompts: Count = 16,
+    prompt_file: Annotated[Path | None, typer.Option(help="JSON lines instead of the package's prompts")] = None,
+    max_tokens: Count = 64,
+    turns: Count = 2,
     least: Annotated[float, typer.Option(help="smallest median ratio of an arm that passes")] = 0.98,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write all ratios here")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare the speeds of two checkouts."""
-    settings = json.loads(plan.read_text(encoding="utf-8")) | WITHOUT_REPORT
-    all_ratios, changed = list[dict[str, list[float]]](), dict[str, int]()
-    with TemporaryDirectory() as folder:
-        own_plan = Path(folder) / "plan.json"
-        own_plan.write_text(json.dumps(settings), encoding="utf-8")
-        for turn in range(turns):
-            old, new = (
-                bench(checkout.resolve(), own_plan, Path(folder) / f"{name}-{turn}")
-                for name, checkout in (("before", before), ("after", after))
-            )
-            all_ratios.append(ratios(old, new))
-            for key, measured in old.items():
-                changed[key[0]] = changed.get(key[0], 0) + (measured.texts != new[key].texts)
-    medians = show(all_ratios, changed)
+    names = arms.split(",")
+    files = [prompt_file] if prompt_file else [*(before.resolve() / "src").rglob("prompts.jsonl")]
+    chosen = [prompt.prompt for prompt in choose_prompts(files, prompts)]
+    job = {"target": target, "draft": draft, "arms": names, "max_tokens": max_tokens}
+    pairs: dict[str, list[Pair]] = {arm: [] for arm in names}
+    for _ in range(turns):
+        with Checkout(before.resolve(), job) as old, Checkout(after.resolve(), job) as new:
+            for arm in names:
+                measure(old, new, arm, chosen[0], False)  # not counted: first calls
+            for number, prompt in enumerate(chosen):
+                for arm in names:
+                    pairs[arm].append(measure(old, new, arm, prompt, number % 2 == 1))
+    medians = show(pairs)
     if json_file is not None:
-        json_file.write_text(
-            json.dumps({"ratios": all_ratios, "medians": medians, "texts that differ": changed}, indent=1),
-            encoding="utf-8",
-        )
-    ours = [ratio for arm, ratio in medians.items() if not arm.startswith("hf")]
-    sys.exit(min(ours) < least)
+        runs = {arm: [[pair.before, pair.after, pair.same] for pair in found] for arm, found in pairs.items()}
+        json_file.write_text(json.dumps({"runs": runs, "medians": medians}, indent=1), encoding="utf-8")
+    sys.exit(min(medians.values()) < least)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if sys.argv[1:2] == [WORKER]:
+        work(Path(sys.argv[2]))
+    else:
+        run(main)
