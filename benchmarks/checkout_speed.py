@@ -5,8 +5,8 @@
     python benchmarks/checkout_speed.py BEFORE BEFORE                      # the machine's noise
 
 Each checkout runs in a process of its own with the model loaded; the two take turns at every single text, in
-alternating order, so that a machine whose speed drifts slows both. Each turn starts new processes, since where a
-process's memory lies may decide its speed. A ratio above 1 means that AFTER is faster. The machine should have nothing
+alternating order, so that a machine whose speed drifts slows both. Each turn starts new processes in the other order,
+since the first may get the better memory. A ratio above 1 means that AFTER is faster. The machine should have nothing
 else to do. Exit code 1 if the median ratio of an arm is below --least.
 """
 
@@ -140,8 +140,10 @@ def main(
     chosen = [prompt.prompt for prompt in choose_prompts(files, prompts)]
     job = {"target": target, "draft": draft, "arms": names, "max_tokens": max_tokens}
     pairs: dict[str, list[Pair]] = {arm: [] for arm in names}
-    for _ in range(turns):
-        with Checkout(before.resolve(), job) as old, Checkout(after.resolve(), job) as new:
+    for turn in range(turns):
+        folders = [before.resolve(), after.resolve()][:: -1 if turn % 2 else 1]
+        with Checkout(folders[0], job) as first, Checkout(folders[1], job) as second:
+            old, new = (second, first) if turn % 2 else (first, second)
             for arm in names:
                 measure(old, new, arm, chosen[0], False)  # not counted: first calls
             for number, prompt in enumerate(chosen):
