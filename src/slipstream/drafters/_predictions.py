@@ -19,11 +19,13 @@ from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters._tree_growth import UNLIKELY, Node, learn
 
+UNLIKELY_WITHOUT_COSTS = 0.28  # where costs do not cut a draft, it ends before a token that is less likely
 NEAR = 16  # tokens after an edit among which a single one is enough to continue there
 # a token's kind is how many tokens before it agree: fewer than 2, 3, 4, ...; and each kind's acceptance probability
 # before the row has shown anything
 AGREED = (2, 3, 4, 6, 10, 16, 32)
-BY_AGREED = (0.6, 0.7, 0.78, 0.84, 0.9, 0.94, 0.97, 0.985)
+BY_AGREED = (0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985)
+BEGINNING = 2  # the beginning of a prediction counts as if so many tokens before it agreed
 ROW_STEP = 0.5  # how far one token moves its row's weight
 
 
@@ -34,7 +36,7 @@ class Place:
         self.prediction, self.num_read = row.prediction, row.prompt_length
         self.index = 0  # of the next token in the prediction
         self.edited = 0  # the index before which two tokens agreed last
-        self.agreeing: dict[int, int] = {}  # the indices that may be next, and how many tokens before them agree
+        self.agreeing = {0: BEGINNING}  # how many tokens agree before each index that may be next
         self.nodes: list[Node] = []  # the tokens expected after those read
         self._after = defaultdict[int, list[int]](list)  # the index after each occurrence of a token
         for index, token in enumerate(self.prediction, 1):
@@ -62,13 +64,14 @@ class Place:
 class PredictionDrafter:
     """Drafts from the predictions of rows, with acceptance probabilities; a row's depend on that row alone.
 
-    least: a draft ends before a token whose probability of being accepted is lower.
+    costs_decide: the policy cuts drafts to what pays.
     """
 
-    least: float = UNLIKELY
+    costs_decide: bool = False
     _places: WeakKeyDictionary[Row, Place] = field(default_factory=WeakKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
+        self._least = UNLIKELY if self.costs_decide else UNLIKELY_WITHOUT_COSTS
         self._acceptance_model = AcceptanceModel(BY_AGREED, shared=False, row_step=ROW_STEP)
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
@@ -88,7 +91,7 @@ class PredictionDrafter:
             kind = bisect_right(AGREED, agreeing + offset)
             prob *= chance(kind)
             nodes.append(Node(offset - 1, token, kind, prob))
-            if prob < self.least:  # learned from, so that a row's later drafts may be likelier
+            if prob < self._least:  # learned from, so that a row's later drafts may be likelier
                 break
         place.nodes = nodes
-        return [node for node in nodes if node.prob >= self.least]
+        return [node for node in nodes if node.prob >= self._least]

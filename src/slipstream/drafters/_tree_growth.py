@@ -21,7 +21,6 @@ from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 
 UNLIKELY = 0.01  # a path less likely than this is not followed
-UNLIKELY_WITHOUT_COSTS = 0.2  # the same for drafts that a draft model may replace, where costs do not cut them
 T = TypeVar("T")
 MAX_GROUPS = 64  # remembered besides the default one; the least recently used goes
 

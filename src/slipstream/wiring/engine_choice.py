@@ -20,7 +20,6 @@ from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import LONGEST, STEPS, Planner
 from slipstream.draft_length.policies import make_policy
 from slipstream.drafters._predictions import PredictionDrafter
-from slipstream.drafters._tree_growth import UNLIKELY, UNLIKELY_WITHOUT_COSTS
 from slipstream.errors import UsageError
 from slipstream.models.cpu.compiled_race import race
 from slipstream.sampling.sampler import Sampler
@@ -140,7 +139,7 @@ class EngineChoice:
         refused = self._why_no_tree() if lengths.siblings else ""
         if refused and lengths.siblings > 0:
             raise UsageError(f"num_draft_tokens={self.config.num_draft_tokens!r} with {refused}")
-        reader = PredictionDrafter(UNLIKELY_WITHOUT_COSTS if planner is None else UNLIKELY)
+        reader = PredictionDrafter(costs_decide=planner is not None)
         predictions = [] if self.no_predictions else [Source(reader, takes_forwards=False, of_predictions=True)]
         if not isinstance(self.drafter, str):
             if not isinstance(self.drafter, Drafter):

@@ -25,16 +25,7 @@ from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters import Setup
-from slipstream.drafters._tree_growth import (
-    UNLIKELY,
-    UNLIKELY_WITHOUT_COSTS,
-    Alternatives,
-    LearnedByGroup,
-    Node,
-    draft_of,
-    grown,
-    learn,
-)
+from slipstream.drafters._tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, Step, SuffixAutomaton
 from slipstream.drafters.suffix.output_store import SuffixStore
 from slipstream.errors import UsageError
@@ -52,6 +43,7 @@ RUNNER_UP = 0.11  # the share of 1,712 runners-up that came true in 80 answers o
 OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 SHORTEST = 1  # tokens a match must have
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
+UNLIKELY_WITHOUT_COSTS = 0.2  # the same for drafts that a draft model may replace, where costs do not cut them
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
 TRAITS = Traits(
