@@ -78,9 +78,6 @@ def main(
         str, typer.Option(help="drafters, with .predicted to give them the prediction; separated by commas")
     ] = ("none,none.predicted,suffix,suffix.predicted"),
     max_tokens: Count = 160,
-    num_draft_tokens: Annotated[
-        str, typer.Option(help="auto, or a number: the counts then depend on no times")
-    ] = "auto",
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     repeats: Count = 1,
 ) -> None:
@@ -91,8 +88,7 @@ def main(
     names = arms.split(",")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"--arms names {twice[0]!r} twice; allowed: each arm once")
-    length = int(num_draft_tokens) if num_draft_tokens.isdecimal() else num_draft_tokens
-    base = SpeculativeDecoder(target, drafter="suffix", num_draft_tokens=length)
+    base = SpeculativeDecoder(target, drafter="suffix")
     decoders = {name: base.using(name.removesuffix(PREDICTED)) for name in names}
     for decoder in decoders.values():
         decoder.generate(WARM_UP, SamplingParams(max_tokens=24, prediction=WARM_UP))
