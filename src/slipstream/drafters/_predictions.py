@@ -19,7 +19,7 @@ from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters._tree_growth import UNLIKELY, Node, learn
 
-UNLIKELY_WITHOUT_COSTS = 0.28  # where costs do not cut a draft, it ends before a token that is less likely
+UNLIKELY_WITHOUT_COSTS = 0.3  # where costs do not cut a draft, it ends before a token that is less likely
 NEAR = 16  # tokens after an edit among which a single one is enough to continue there
 # a token's kind is how many tokens before it agree: fewer than 2, 3, 4, ...; and each kind's acceptance probability
 # before the row has shown anything
