@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream import Draft, Drafter, SamplingParams, SpeculativeDecoder, Stats, UsageError
+from slipstream.core.interfaces import Source
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
 from slipstream.core.session import Session
@@ -284,3 +285,39 @@ def test_a_draft_longer_than_asked_for_is_refused(more: int) -> None:
     decoder = SpeculativeDecoder("toy", drafter=TooLong(), num_draft_tokens=3)
     with pytest.raises(UsageError, match=rf"TooLong returned {3 + more} tokens for row 0; allowed: 0 to the 3 "):
         decoder.generate("The heron", SamplingParams(max_tokens=20))
+
+
+@dataclass
+class Offers:
+    """Always proposes these tokens, each accepted with this probability; None: it does not say."""
+
+    tokens: list[int]
+    prob: float | None = None
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        probs = None if self.prob is None else [[self.prob] * len(self.tokens)]
+        return Draft.from_lists([self.tokens], sampler.device, probs)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "drafted"),
+    [
+        (Offers([1], 0.5), Offers([2], 0.4), 1),
+        (Offers([1], 0.4), Offers([2], 0.5), 2),
+        (Offers([1], 0.5), Offers([]), 1),
+        (Offers([], 0.5), Offers([2]), 2),
+        (Offers([1], 0.5), Offers([2]), 2),  # a draft without probabilities counts as 0.6 of a token
+        (Offers([1], 0.7), Offers([2]), 1),
+    ],
+)
+def test_of_drafts_that_take_no_forwards_the_one_that_promises_more_is_verified(
+    first: Offers, second: Offers, drafted: int
+) -> None:
+    class AsksAll(Fixed):
+        def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
+            return list(room)
+
+    sources = [Source(first, takes_forwards=False), Source(second, takes_forwards=False)]
+    made = Engine(Session(HashBackend()), sources, AsksAll(1), Sampler)
+    rounds = run(made, [Row(0, [1, 2, 3], GREEDY, seed=0)])
+    assert next(round.draft for round in rounds if round.draft) == (drafted,)

@@ -29,15 +29,15 @@ def choice_of(draft: str | None = None, drafter: Any = "auto", **settings: Any) 
 PREDICTIONS, LOOKUP, MODEL = "predictions", "SuffixDrafter", "ModelDrafter"
 CASES: list[tuple[dict[str, Any], str, list[str], str, bool]] = [
     # settings, name, sources, policy, coupled
-    ({}, "suffix", [LOOKUP], "Planner", True),
+    ({}, "suffix", [PREDICTIONS, LOOKUP], "Planner", True),
     ({"drafter": "none"}, "none", [PREDICTIONS], "Planner", True),
     ({"drafter": "ngram"}, "ngram", [PREDICTIONS, "NgramDrafter"], "Planner", True),
     ({"drafter": "ngram", "num_draft_tokens": "heuristic"}, "ngram", [PREDICTIONS, "NgramDrafter"], "Heuristic", True),
-    ({"num_draft_tokens": 3}, "suffix", [LOOKUP], "Fixed", True),
+    ({"num_draft_tokens": 3}, "suffix", [PREDICTIONS, LOOKUP], "Fixed", True),
     ({"drafter": "ngram", "num_draft_tokens": 0}, "ngram", ["NgramDrafter"], "Fixed", True),
-    ({"draft": "toy"}, "hybrid", [LOOKUP, MODEL], "Planner", True),
+    ({"draft": "toy"}, "hybrid", [PREDICTIONS, LOOKUP, MODEL], "Planner", True),
     ({"draft": "toy", "num_draft_tokens": 4}, "model", [PREDICTIONS, MODEL], "Fixed", True),
-    ({"draft": "toy", "acceptance": "topk:10"}, "hybrid", [LOOKUP, MODEL], "Planner", False),
+    ({"draft": "toy", "acceptance": "topk:10"}, "hybrid", [PREDICTIONS, LOOKUP, MODEL], "Planner", False),
     ({"drafter": UsersDrafter()}, "UsersDrafter", [PREDICTIONS, "CheckedDrafter"], "Planner", False),
 ]
 

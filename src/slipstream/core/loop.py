@@ -103,7 +103,11 @@ class Engine:
                         wanted[place] = room[place]  # the request's own length, for the first source that has something
                 if any(wanted):  # tuples, so that a drafter cannot change the batch
                     proposed = source.drafter.propose(tuple(rows), tuple(wanted), batch.sampler)
-                    draft = Draft.where([not length for length in wanted], draft, proposed)
+                    # a model was asked as it promises more; to drop a sampled draft for its tokens would bias the text
+                    replaces = source.takes_forwards or proposed.probs is not None
+                    promised = zip(wanted, draft.promised, proposed.promised, strict=True)
+                    kept = [not n or (not replaces and 0 < before >= after) for n, before, after in promised]
+                    draft = Draft.where(kept, draft, proposed)
             draft = self.policy.worth_verifying(rows, draft)
         finally:
             for row, tokens in zip(rows, forced or (), strict=False):

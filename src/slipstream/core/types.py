@@ -76,6 +76,12 @@ class Draft:
         """For each row, the probability that its first 1, 2, ... tokens are all accepted; None where unknown."""
         return [row.acceptance_probs for row in self.records]
 
+    @property
+    def promised(self) -> list[float]:
+        """For each row, how many tokens are expected to be accepted: 1.2, or 60 % of one, where that is unknown."""
+        pairs = zip(self.lengths, self.acceptance_probs, strict=True)
+        return [min(1.2, 0.6 * length) if probs is None else sum(probs) for length, probs in pairs]
+
     def cut(self, lengths: Sequence[int]) -> Draft:
         """This draft with at most lengths[i] tokens in row i."""
         shorter = tuple(map(min, self.lengths, lengths))
@@ -255,7 +261,6 @@ class Traits:
     branches: bool = False  # it proposes alternatives to the tokens of its chains, where trees are verified
     other_vocabulary: bool = False  # for draft models of another vocabulary: `model` becomes this drafter for them
     in_other_engines: bool = False  # inference engines have it too: `tune` compares it, and says how to set it there
-    reads_predictions: bool = False  # it drafts from the predictions of requests itself
 
 
 @runtime_checkable

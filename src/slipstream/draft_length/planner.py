@@ -110,8 +110,7 @@ def lengths_without_costs(lengths: Sequence[int], draft: Draft, room: Sequence[i
     It must be expected to add 1.2 tokens, or 60 % of a short draft.
     """
     wanted = map(min, lengths, room)
-    promised = (sum(probs or ()) for probs in draft.acceptance_probs)
-    return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(wanted, promised, strict=True)]
+    return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(wanted, draft.promised, strict=True)]
 
 
 class TextLengths:

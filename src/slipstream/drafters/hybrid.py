@@ -25,7 +25,6 @@ TRAITS = Traits(
     preference=3,
     needs_draft_model=True,
     needs_cost_model=True,
-    reads_predictions=True,
 )
 
 

@@ -19,7 +19,7 @@ from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import LONGEST, STEPS, Planner
 from slipstream.draft_length.policies import make_policy
-from slipstream.drafters import suffix
+from slipstream.drafters._predictions import PredictionDrafter
 from slipstream.errors import UsageError
 from slipstream.models.cpu.compiled_race import race
 from slipstream.sampling.sampler import Sampler
@@ -134,18 +134,20 @@ class EngineChoice:
         )
 
     def _sources(self, planner: Planner | None) -> list[Source]:
-        """The sources of drafts: predictions, unless the drafter reads them itself, and those of the drafter."""
+        """The sources of drafts: predictions, if requests can have any, and those of the drafter."""
         models, lengths, target = self.models, self.lengths, self.models.target_session
         refused = self._why_no_tree() if lengths.siblings else ""
         if refused and lengths.siblings > 0:
             raise UsageError(f"num_draft_tokens={self.config.num_draft_tokens!r} with {refused}")
+        reader = PredictionDrafter(costs_decide=planner is not None)
+        predictions = [] if self.no_predictions else [Source(reader, takes_forwards=False, of_predictions=True)]
         if not isinstance(self.drafter, str):
             if not isinstance(self.drafter, Drafter):
                 raise UsageError(
                     f"drafter={self.drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)"
                 )
             user = checked(self.drafter, target.backend)
-            return [*self._predictions(planner), Source(user, self.traits.needs_forwards)]
+            return [*predictions, Source(user, self.traits.needs_forwards)]
         setup = drafters.Setup(
             device=target.backend.device,
             vocab_size=target.backend.vocab_size,
@@ -161,16 +163,7 @@ class EngineChoice:
             depth=(lengths.count or 0) // (1 + lengths.siblings) if lengths.siblings > 0 else 0,
             steps=MAX_DRAFT_TOKENS if planner is None else STEPS,
         )
-        sources = drafters.sources(self.drafter, setup)
-        return sources if self.traits.reads_predictions else [*self._predictions(planner), *sources]
-
-    def _predictions(self, planner: Planner | None) -> list[Source]:
-        """The source that reads predictions, for drafters that do not; empty if requests cannot have any."""
-        if self.no_predictions:
-            return []
-        backend = self.models.target_session.backend
-        reader = suffix.predictions(backend.vocab_size, costs_decide=planner is not None)
-        return [Source(reader, takes_forwards=False, of_predictions=True)]
+        return [*predictions, *drafters.sources(self.drafter, setup)]
 
     def _why_no_tree(self) -> str:
         """Why drafts cannot branch, and what is allowed; empty if they can."""

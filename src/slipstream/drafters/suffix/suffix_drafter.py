@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
 from math import exp
@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary, finalize
 
 from slipstream.checks import check_whole
 from slipstream.core.interfaces import Sampler
-from slipstream.core.rounds import PREDICTION, RETRIEVAL
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters import Setup
@@ -43,7 +42,6 @@ AGREED = len(BY_AGREEMENT)
 RUNNER_UP = 0.11  # the share of 1,712 runners-up that came true in 80 answers of a 135M and a 0.5B chat model
 OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 SHORTEST = 1  # tokens a match must have
-SHORTEST_PREDICTED = 2  # the same in a prediction, which may be wrong as a whole
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
 UNLIKELY_WITHOUT_COSTS = 0.2  # the same for drafts that a draft model may replace, where costs do not cut them
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
@@ -55,7 +53,6 @@ TRAITS = Traits(
     default_length=7,
     preference=1,
     in_other_engines=True,
-    reads_predictions=True,
 )
 Place = tuple[Match, int]  # where a text stands, and how often that is taken to occur
 
@@ -114,7 +111,6 @@ class Source(NamedTuple):
     automaton: SuffixAutomaton
     match: Match
     occurrences: int
-    name: str = RETRIEVAL
 
 
 @dataclass(frozen=True)
@@ -133,49 +129,39 @@ class EndedOutput:
 class RowText:
     """A row's text as far as it was read: its automaton, and what its end matches in the automata of the store."""
 
-    def __init__(self, row: Row, ended: deque[EndedOutput], *, reads: bool = True) -> None:
-        """reads: whether the text itself is looked up too, not its prediction alone."""
+    def __init__(self, row: Row, ended: deque[EndedOutput]) -> None:
         output = EndedOutput(row.tokens, row.prompt_length, row.group)
         self.leave = finalize(row, ended.append, output)  # called when the row has finished, or is dropped
         self.leave.atexit = False
         self.own = SuffixAutomaton()
-        self.predicted: SuffixAutomaton | None = None
-        if row.prediction:  # after the end of the prompt, so that its first words are found
-            self.predicted = SuffixAutomaton()
-            opening = row.tokens[max(0, row.prompt_length - OPENING) : row.prompt_length]
-            self.predicted.learn([*opening, *row.prediction], newest=False)
-        self._prompt_length, self._reads = row.prompt_length, reads
+        self._prompt_length = row.prompt_length
         self._read = 0
         self._matches: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size that the automaton had
         self.guess = Guess(0, [])
 
     def read(self, tokens: Sequence[int], stored: Sequence[SuffixAutomaton]) -> None:
         """Read the tokens that came since the last call. stored: the automata of the store."""
-        others = stored if self.predicted is None else [self.predicted, *stored]
         new = tokens[self._read :]
         prompt = max(0, self._prompt_length - self._read)
         self._read = len(tokens)
-        if self._reads:
-            # in the prompt the first continuation leads, as texts are copied from their beginning on
-            self.own.learn(new[:prompt], newest=False)
-            self.own.learn(new[prompt:])  # in the output the latest, which may well come again
+        # in the prompt the first continuation leads, as texts are copied from their beginning on
+        self.own.learn(new[:prompt], newest=False)
+        self.own.learn(new[prompt:])  # in the output the latest, which may well come again
         before, self._matches = self._matches, {}
-        for automaton in others:
+        for automaton in stored:
             size, match = before.get(automaton, (-1, NOTHING))
             extend = size == automaton.num_tokens and len(new) < LIMIT
             match = automaton.find(new, match) if extend else automaton.find(tokens[-LIMIT:])
             self._matches[automaton] = automaton.num_tokens, match
 
     def source(self) -> Source:
-        """The longest match that something has followed; on a tie the prediction's, the row's own, a newer output's."""
+        """The longest match that something has followed; on a tie the row's own, then that of newer outputs."""
         match = self.own.followed(self.own.end)
         best = Source(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
         for automaton, (_, end) in self._matches.items():
-            match, is_prediction = automaton.followed(end), automaton is self.predicted
-            if is_prediction and match.length < SHORTEST_PREDICTED:
-                continue
-            if match.length + is_prediction > best.match.length:
-                best = Source(automaton, match, automaton.count(match) + 1, PREDICTION if is_prediction else RETRIEVAL)
+            match = automaton.followed(end)
+            if match.length > best.match.length:
+                best = Source(automaton, match, automaton.count(match) + 1)
         return best
 
 
@@ -183,8 +169,8 @@ class RowText:
 class SuffixDrafter:
     """Continues the longest suffix of a row's text, up to 32 tokens, that was followed by something before.
 
-    It is looked up in the row's prediction, prompt and output, and in past outputs of the same drafter; suffixes of
-    fewer than `shortest` tokens do not count. A draft follows the most frequent continuation (of equally frequent ones
+    It is looked up in the row's prompt and output, and in past outputs of the same drafter; suffixes of fewer than
+    `shortest` tokens do not count. A draft follows the most frequent continuation (of equally frequent ones
     the latest in the output, then the first in the prompt) and ends where its estimated probability falls below
     `threshold`. Drafts are one-hot.
     outputs: how many tokens of past outputs are kept for each group of rows, with the last 16 tokens of their prompts;
@@ -195,7 +181,6 @@ class SuffixDrafter:
     least: with an acceptance model, a chain ends where its probability is estimated lower.
     branches: how many alternatives stand next to each token of the chain, in trees that the user asked for; needs an
     acceptance model.
-    only_predictions: look up nothing but the predictions of requests.
 
     An output is stored by the first call after its row has finished or was dropped. Drafts depend on stored outputs;
     the distribution of the text never does. Memory: about 150 bytes per token of unfinished rows and of saved outputs
@@ -211,7 +196,6 @@ class SuffixDrafter:
     acceptance_model: AcceptanceModel | None = None
     least: float = UNLIKELY
     branches: int = 0
-    only_predictions: bool = False
     _texts: WeakKeyDictionary[Row, RowText] = field(default_factory=WeakKeyDictionary, repr=False)
     _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
 
@@ -229,11 +213,7 @@ class SuffixDrafter:
             self._keep_outputs()  # some may have ended: looking through all of them takes a while
         branches = self.branches if sampler.branching else 0
         drafts = [self._draft(row, n, branches) for row, n in zip(rows, lengths, strict=True)]
-        draft = draft_of(
-            [nodes for nodes, _ in drafts], lengths, sampler.device, has_probs=self.acceptance_model is not None
-        )
-        records = zip(draft.records, drafts, strict=True)
-        return replace(draft, rows=tuple(replace(record, source=source) for record, (_, source) in records))
+        return draft_of(drafts, lengths, sampler.device, has_probs=self.acceptance_model is not None)
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
@@ -279,26 +259,25 @@ class SuffixDrafter:
         self._keep_outputs()
         return self._store.num_tokens
 
-    def _draft(self, row: Row, length: int, branches: int) -> tuple[list[Node], str]:
-        """A row's draft and the name of its source."""
+    def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
         text = self._texts.get(row)
         if text is None:
-            text = self._texts[row] = RowText(row, self._ended, reads=not self.only_predictions)
-        if not length or (self.only_predictions and not row.prediction):
-            return [], ""
+            text = self._texts[row] = RowText(row, self._ended)
+        if not length:
+            return []
         text.read(row.tokens, self._stores.of(row.group).automata)
         source = text.source()
         if self.acceptance_model is None:
             if source.match.length < self.shortest:
-                return [], source.name
+                return []
             tokens = source.automaton.follow(source.match, source.occurrences, length, self.threshold)
-            return [Node(index - 1, token, 0, 1.0) for index, token in enumerate(tokens)], source.name
+            return [Node(index - 1, token, 0, 1.0) for index, token in enumerate(tokens)]
         learn(self.acceptance_model, row, *text.guess)
         nodes = list[Node]()
         if source.match.length >= self.shortest:
             nodes = self._likely(self.acceptance_model, row, source, length, branches)
         text.guess = Guess(len(row.tokens), nodes)
-        return nodes, source.name
+        return nodes
 
     def _likely(
         self, acceptance_model: AcceptanceModel, row: Row, source: Source, length: int, branches: int
@@ -323,13 +302,6 @@ class SuffixDrafter:
         while self._ended:
             ended = self._ended.popleft()
             self._stores.of(ended.group).add(ended.saved())
-
-
-def predictions(vocab_size: int, *, costs_decide: bool) -> SuffixDrafter:
-    """Drafts the rest of a request's prediction, for decoders whose own drafter does not read it."""
-    least = UNLIKELY if costs_decide else UNLIKELY_WITHOUT_COSTS
-    model = AcceptanceModel(prior(), shared=False)
-    return SuffixDrafter(vocab_size, outputs=0, acceptance_model=model, least=least, only_predictions=True)
 
 
 def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter:

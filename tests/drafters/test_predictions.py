@@ -6,10 +6,16 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import Draft, Result, SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.rng import Race
+from slipstream.core.types import Row
+from slipstream.drafters._predictions import Place, PredictionDrafter
+from slipstream.sampling.sampler import Sampler
 from tests.support.embedded_model import loaded
 from tests.support.markers import mostly_slow, subcases
 from tests.support.tiny_models import perturbed, prompts, shared
@@ -35,6 +41,60 @@ def plain(decoder: SpeculativeDecoder, prompt: Any, params: SamplingParams) -> R
     return decoder.using("none").generate(prompt, replace(params, prediction=None))
 
 
+def row(prediction: Sequence[int]) -> Row:
+    predicted = Row(0, [500, 501], SamplingParams(max_tokens=1000), seed=0)
+    predicted.prediction = prediction
+    return predicted
+
+
+OLD = [1, 2, 3, 4, 0, 5, 6, 7, 8, 0, 9, 10, 11, 12, 0, *range(13, 60)]
+TWICE = [1, 2, 3, 40, 41, 1, 2, 3, 50, 51, 1, 2, 3, 60, 61]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "output", "expected"),
+    [
+        (OLD, [], OLD),
+        (OLD, OLD[:7], OLD[7:]),
+        (OLD, [1, 2, 77, 78, 79, 4], OLD[4:]),  # a replaced token
+        (OLD, [1, 2, 6], OLD[7:]),  # omitted ones
+        (OLD, [1, 2, *range(70, 120), 3, 4], OLD[4:]),  # inserted ones
+        (OLD, [1, 2, *range(70, 80), 59], []),  # one token is not enough to jump far
+        (OLD, [*OLD, 70, 71, 5, 6], OLD[7:]),  # back to an earlier place
+        (TWICE, [*TWICE[:8], 70, 71, 2, 3], [60, 61]),  # the next of equal matches
+        (TWICE, [*TWICE[:8], 70, 71, 40, 41, 1, 2, 3], TWICE[8:]),  # the longest of several
+    ],
+)
+def test_the_place_in_a_prediction_is_found_after_edits(
+    prediction: list[int], output: list[int], expected: list[int]
+) -> None:
+    place = Place(row(prediction))
+    place.read([500, 501, *output])
+    assert place.prediction[place.index :] == expected
+
+
+def draft_of(drafter: PredictionDrafter, predicted: Row) -> list[int]:
+    sampler = Sampler([predicted], Race(600, torch.device("cpu")), 600, torch.device("cpu"))
+    draft = drafter.propose([predicted], [MAX_DRAFT_TOKENS], sampler)
+    return draft.tokens[0, : draft.lengths[0]].tolist()
+
+
+def test_a_prediction_that_fails_is_drafted_less_and_less_until_it_is_right_again() -> None:
+    drafter, wrong, old = PredictionDrafter(), row(list(range(250))), list(range(250))
+    drafted = []
+    for start in range(0, 120, 2):  # two tokens of the prediction lead astray again and again
+        wrong.tokens += [300 + start]
+        draft_of(drafter, wrong)
+        wrong.tokens += old[start : start + 2]
+        drafted.append(len(draft_of(drafter, wrong)))
+    assert sum(drafted) < 40 and not any(drafted[20:])
+    assert draft_of(drafter, row(old)) == draft_of(PredictionDrafter(), row(old))  # other rows do not notice
+    for start in range(150, 190):
+        wrong.tokens += [old[start]]
+        draft = draft_of(drafter, wrong)
+    assert len(draft) > 20 and draft == old[190 : 190 + len(draft)]
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(GREEDY, repetition_penalty=1.2)], ids=["0", "t", "pen"])
 @pytest.mark.parametrize("drafter", FREE)
@@ -47,9 +107,7 @@ def test_predictions_keep_the_text_of_plain_decoding_with_every_drafter(
     for prediction in (expected.text, edited(expected.text), WRONG, expected.token_ids):
         result = decoder.generate("The heron", replace(params, prediction=prediction))
         assert result.token_ids == expected.token_ids
-        # `suffix` takes the longer match, which may be one in the text itself
-        least = 5 if drafter == "suffix" else 15
-        assert (result.stats.accepted_prediction_tokens or 0) > least or prediction == WRONG or count == "auto"
+        assert (result.stats.accepted_prediction_tokens or 0) > 15 or prediction == WRONG or count == "auto"
 
 
 @pytest.mark.pairwise
@@ -222,7 +280,7 @@ def test_a_wrong_prediction_costs_few_rounds_and_few_tokens() -> None:
     without = decoder.generate("The heron", params).stats
     result = decoder.generate("The heron", replace(params, prediction=WRONG * 5)).stats
     assert result.num_rounds <= 1.1 * without.num_rounds
-    assert (result.rejected_prediction_tokens or 0) <= 100
+    assert (result.rejected_prediction_tokens or 0) <= 24
 
 
 @subcases(
@@ -256,4 +314,5 @@ def test_an_edit_by_a_real_model_equals_plain_decoding(temperature: float) -> No
     prompt = f"Rename `result` to `size` and show the function again.\n\n```python\n{old}```"
     result = decoder.generate(prompt, params)
     assert result.token_ids == plain(decoder, prompt, params).token_ids
-    assert result.stats.accepted_prediction_tokens is not None  # 0: the prompt holds the same lines
+    if temperature == 0:
+        assert (result.stats.accepted_prediction_tokens or 0) > 0
