@@ -1,7 +1,7 @@
-"""Drafters that know what the target will write, so that drafts are accepted as far as a check needs them to be.
+"""Drafters that know the target's text, so that drafts are accepted as far as a check needs them to be.
 
-The drafter under test may be right too rarely for its rule, or for the engine, ever to see a long draft accepted. All
-of these also record what the target computed, as observers of its verdicts.
+The drafter under test may be right too rarely for its rule or the engine ever to see a long draft accepted. These
+drafters also record what the target computed, as observers of its verdicts.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class PlannedDrafts:
 
 @dataclass
 class LikelyDrafts:
-    """Samples each token from a distribution near the target's own, as it is along the target's likeliest text.
+    """Samples each token from a distribution near the target's own along its likeliest text.
 
-    near: for each prompt and its options, the distribution [V] of each position of the text. After a token that is not
-    the likeliest, drafts are often rejected: any distribution is right for a draft if the rule is told which it was.
+    After a token that is not the likeliest, drafts are often rejected: any distribution is right for a draft if the
+    rule is told which it was.
     """
 
-    near: Mapping[Place, Sequence[Tensor]]
+    near: Mapping[Place, Sequence[Tensor]]  # by prompt and options: the distribution [V] at each position of the text
     traits: Traits = field(default=Traits(needs_forwards=False))
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:

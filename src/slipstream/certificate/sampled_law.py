@@ -39,7 +39,7 @@ Place = tuple[tuple[int, ...], WarpOptions]  # a prompt and its sampling options
 
 
 def option_of(params: object) -> WarpOptions:
-    """What of the options the filters read."""
+    """The options that the filters read."""
     assert isinstance(params, SamplingParams)
     return WarpOptions(params.temperature, params.top_k, params.top_p, params.min_p)
 
@@ -67,7 +67,7 @@ def filtered(logits: Tensor, option: WarpOptions, slack: float = 0.0) -> Tensor:
 
 @dataclass
 class SampledTexts:
-    """A drafter whose drafts, and what the target makes of them, are tested."""
+    """A drafter that tests its drafts, and the tokens that the target chooses after them."""
 
     sources: Sequence[Source]  # the drafter's
     traits: Traits
@@ -161,7 +161,7 @@ class SampledTexts:
             self._evidence[name] = self._evidence.get(name, torch.zeros(1)) + evidence.cpu()
 
     def bound(self) -> tuple[float, str]:
-        """How probable the strongest evidence is, at most, all comparisons counted; and its comparison."""
+        """An upper bound on the probability of the strongest evidence, all comparisons counted; and its comparison."""
         bounds = [
             (bound_of(evidence), f"{name}, {event}" if len(rows) > 1 else name)
             for name, rows in self._evidence.items()
@@ -172,7 +172,7 @@ class SampledTexts:
 
     @property
     def passed(self) -> bool:
-        """Whether no token was impossible, and all frequencies are probable enough."""
+        """True if no token was impossible and all frequencies are probable enough."""
         return self.impossible == 0 and self.error == 0 and self.bound()[0] >= FALSE_ALARM
 
     def __str__(self) -> str:
@@ -198,7 +198,7 @@ def evidence_of(happened: Tensor, chances: Tensor) -> Tensor:
 
 
 def bound_of(evidence: Tensor) -> float:
-    """The probability of as much evidence [rates] against the distribution under test, at most."""
+    """An upper bound on the probability of evidence [rates] this strong against the distribution under test."""
     return min(1.0, len(evidence) * exp(-float(evidence.max())))
 
 

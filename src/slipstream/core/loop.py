@@ -174,7 +174,7 @@ class Engine:
 
 
 class Times(NamedTuple):
-    """When a step began, and when its parts ended, in seconds."""
+    """The times, in seconds, at which a step began and its parts ended."""
 
     started: float
     prefilled: float

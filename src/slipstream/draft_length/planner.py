@@ -70,8 +70,8 @@ class Worth(NamedTuple):
     def of_draft(self, probs: Sequence[float], depths: Sequence[int], common: float) -> list[float]:
         """The expected worth of a draft's tokens, which never rises from one to the next.
 
-        probs: each token's probability of being accepted; depths: how many draft tokens come before it in the text.
-        common: how many tokens all rows gain, which put no row ahead.
+        probs: each token's probability of being accepted; depths: number of draft tokens before it in the text. common:
+        tokens that all rows gain, which put no row ahead.
         """
         worths = (self.of(max(0.0, depth + 1 - common)) for depth in depths)
         return list(accumulate(map(mul, worths, probs), min))
@@ -344,7 +344,7 @@ class Planner:
         return is_due or self._saved_seconds is None or self._saved_seconds > self._search_seconds
 
     def _token_seconds(self, count: int) -> float:
-        """Seconds per token of so many rows without drafts: what one more accepted token saves."""
+        """Seconds per token of this many rows without drafts, which is what one more accepted token saves."""
         return self.costs.verify(count, 0) / count
 
     def _learn(self, row: Row) -> None:

@@ -33,25 +33,21 @@ def params_of(row: Row) -> SamplingParams:
 
 
 class BatchProcessor:
-    """One kind of processor for a whole batch. Inactive ones are left out of the loop.
-
-    `apply` edits scores [B, J, V] in place; draft: [B, K]; `first` draft tokens come before position 0.
-    may_fail: whether it runs the request's own code.
-    """
+    """One kind of processor for a whole batch. Inactive ones are left out of the loop."""
 
     active = False
-    may_fail = False
+    may_fail = False  # it runs the request's own code
 
     @property
     def failures(self) -> Mapping[int, tuple[int, Exception]]:
-        """Rows whose processors failed: index in the batch -> how many draft tokens had been seen, the exception."""
+        """Failed rows: index in the batch -> number of draft tokens seen before, and the exception."""
         return {}
 
     def taken(self, row: int, path: Sequence[int]) -> None:
         """Forget the failures of row number `row` that are not on the path of a tree with these tokens."""
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
-        """Edit the scores [B, J, V] in place; position j has seen first + j draft tokens."""
+        """Edit the scores [B, J, V] in place; position j has seen the first `first` + j tokens of the draft [B, K]."""
         raise AssertionError(f"{type(self).__name__} is not active")
 
     def drafted(self) -> None:

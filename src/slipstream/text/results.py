@@ -1,4 +1,4 @@
-"""What a request returns: a `Result`, a `Stream` of `Chunk`s, and `Stats`, which are computed from rounds alone."""
+"""The results of a request: a `Result`, a `Stream` of `Chunk`s, and `Stats`, which are computed from rounds alone."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def with_calls(result: Result, tokenizer: Tokenizer | None, tools: Sequence[Mapp
 
 
 def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Result:
-    """The result of a finished row. lossless: whether it keeps the target's distribution."""
+    """The result of a finished row. lossless: it has the target's distribution."""
     assert row.finish_reason is not None
     return Result(
         text=text_of(row, tokenizer),
@@ -256,19 +256,16 @@ def _round(round: Round) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round added; `str` is its text.
+    """The output of one round; `str` is its text."""
 
-    text may lag behind token_ids while a character or a stop string is incomplete.
-    """
-
-    text: str
+    text: str  # may lag behind `token_ids` while a character or a stop string is incomplete
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
     round: Round
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the text ended with this chunk; None if it did not."""
+        """Reason why the output ended with this chunk; None if it did not."""
         return self.round.finish_reason
 
     def __str__(self) -> str:
@@ -303,7 +300,7 @@ class Stream(Iterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        """What `generate` would have returned; UsageError before the last chunk was read."""
+        """The result that `generate` would have returned; UsageError before the last chunk was read."""
         if self._result is None:
             raise UsageError("stream.result before all chunks were read; allowed: after the loop over them")
         return self._result
@@ -346,7 +343,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        """What `generate` would have returned; UsageError before the last chunk was read."""
+        """The result that `generate` would have returned; UsageError before the last chunk was read."""
         return self._stream.result
 
     async def aclose(self) -> None:

@@ -119,12 +119,12 @@ def _kinds_of(all_views: Sequence[RoundView]) -> frozenset[Kind]:
 
 
 def _meanings(kinds: frozenset[Kind]) -> list[tuple[Kind, str]]:
-    """What the legend explains: the common kinds, and the rare ones that occur."""
+    """Kinds of tokens and their meanings: the common kinds, and the rare ones that occur."""
     return [(kind, meaning) for kind, meaning in _LEGEND if kind in kinds or kind not in ("branch", "forced")]
 
 
 def legend(kinds: frozenset[Kind] = frozenset()) -> Text:
-    """What colours and marks mean. kinds: those that occur; rare kinds are explained only if they do."""
+    """The meanings of colors and marks. kinds: those that occur; rare kinds are explained only if they do."""
     text = Text.assemble(("round accepted/drafted acceptance so far | ", "dim"))
     for kind, meaning in _meanings(kinds):
         before, after = MARKS[kind]
@@ -209,7 +209,7 @@ def percent(value: float | None) -> str:
 
 
 def time_split(stats: dict[str, Any]) -> str:
-    """How the speculative arm's time was spent, in one line."""
+    """The shares of the speculative arm's time, in one line."""
     total = stats["total_seconds"] or 1.0
     parts = ("prefill", "draft", "verify", "accept", "overhead")
     shares = "  ".join(f"{part} {stats[f'{part}_seconds'] / total:.1%}" for part in parts)

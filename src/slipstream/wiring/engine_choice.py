@@ -42,7 +42,7 @@ def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
 def choose_engine(
     models: ModelPair, config: DecoderConfig, requested: str | Drafter, rule: Rule | None
 ) -> EngineChoice:
-    """What an engine of these settings is made of. requested: the drafter; rule: an acceptance rule, if an object."""
+    """The parts of an engine with these settings. requested: the drafter; rule: an acceptance rule, if an object."""
     lengths = LengthChoice.parse(config.num_draft_tokens)
     choice = EngineChoice(models, config, lengths, pick_drafter(models, lengths, requested), rule or config.acceptance)
     check_confidence(lengths, config.num_draft_tokens, choice.name)
@@ -61,7 +61,7 @@ def pick_drafter(models: ModelPair, lengths: LengthChoice, requested: str | Draf
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """What an engine is made of, with "auto" resolved."""
+    """The parts of an engine, with "auto" resolved."""
 
     models: ModelPair
     config: DecoderConfig
@@ -75,7 +75,7 @@ class EngineChoice:
 
     @property
     def traits(self) -> Traits:
-        """What the drafter declares about itself."""
+        """The drafter's declared traits."""
         return drafters.traits_of(self.drafter)
 
     @property
@@ -173,7 +173,7 @@ class EngineChoice:
         return [Source(reader, takes_forwards=False, of_predictions=True)]
 
     def _why_no_tree(self) -> str:
-        """Why drafts cannot branch, and what is allowed; empty if they can."""
+        """Reason why drafts cannot branch, and what is allowed; empty if they can."""
         if not self.traits.branches:
             able = ", ".join(name for name in drafters.names() if drafters.traits(name).branches)
             return f"drafter={self.name!r}; allowed: trees with drafters {able}"

@@ -235,7 +235,7 @@ class EngineThread:
         self._end(job, Ended(job.choice, "error", monotonic(), error))
 
     def _may_begin(self, job: Job) -> bool:
-        """Whether a job may take a place: the last one is not for a long row of a request that has rows under way.
+        """True if a job may take a place: the last one is not for a long row of a request that has rows under way.
 
         Otherwise it could take minutes until another caller gets a place.
         """

@@ -23,16 +23,13 @@ LONGEST_TAIL = 400  # characters of a text without spaces that are encoded again
 
 @dataclass
 class DraftText:
-    """A row's text in draft tokens: the first `settled` are final; those that encode `tail` may still change.
-
-    num_read: how many of the target's tokens were read. beginning: whether the tail begins the text.
-    """
+    """A row's text in draft tokens."""
 
     bridge: VocabularyBridge
-    settled: int = 0
-    num_read: int = 0
+    settled: int = 0  # number of final tokens; those that encode `tail` may still change
+    num_read: int = 0  # tokens of the target that were read
     tail: bytes = b""
-    beginning: bool = True
+    beginning: bool = True  # the tail begins the text
     longest_tail: int = LONGEST_TAIL
 
     def follow(self, tokens: Sequence[int]) -> list[int]:

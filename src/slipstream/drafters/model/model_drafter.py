@@ -39,22 +39,20 @@ TRAITS = Traits(
 
 
 class Stop(Protocol):
-    """Decides which rows' drafts end with the token drafted last.
-
-    learned: how likely tokens are to be accepted, where drafts get acceptance probabilities from it.
-    """
+    """Decides which rows' drafts end with the token drafted last."""
 
     @property
     def learned(self) -> ModelDrafts | None:
+        """Acceptance learned by kind of token, from which drafts get acceptance probabilities; None without it."""
         return None
 
     def ends(
         self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
     ) -> list[bool]:
-        """For each row, whether its draft ends.
+        """For each row, True if its draft ends.
 
-        chances[i]: the draft model's probability of each token of row i so far. lengths: how many are asked for.
-        sampled: whether the tokens are sampled from the draft model's distribution, so that the text depends on them.
+        chances[i]: the draft model's probability of each token of row i so far. lengths: numbers of requested tokens.
+        sampled: the tokens are sampled from the draft model's distribution, so that the text depends on them.
         """
 
 
@@ -377,7 +375,7 @@ def build(setup: Setup, argument: str) -> Drafter:
 
 
 def stop_for(setup: Setup, percent: int | None) -> Stop | None:
-    """When a draft model of this setup stops. percent: the user's p=PERCENT, None without one."""
+    """The rule that ends drafts of a draft model of this setup. percent: the user's p=PERCENT, None without one."""
     if percent is not None:
         return PathBelow(percent / 100) if percent else None
     if setup.confidence:
