@@ -279,15 +279,12 @@ class Judge:
         judgement = arm.name, prompt.id, tuple(text)
         if judgement not in self._judged:
             self._judged[judgement] = self.difference(arm, prompt, self._texts[key], text)
-        return _word_for(self._judged[judgement])
-
-
-def _word_for(difference: Difference | None) -> VerdictName:
-    if difference is None:
-        return "identical"
-    if not difference.compared:
-        return "not compared"
-    return "tie" if difference.tie else "different"
+        difference = self._judged[judgement]
+        if difference is None:
+            return "identical"
+        if not difference.compared:
+            return "not compared"
+        return "tie" if difference.tie else "different"
 
 
 @dataclass

@@ -459,10 +459,6 @@ class Verifier:
         if self.alone is not None:
             self.checks["target with and without drafter"] = self._unchanged
 
-    @property
-    def num_checks(self) -> int:
-        return len(self.checks)
-
     def run(self) -> Iterator[Check]:
         """Run all checks in order."""
         for name, check in self.checks.items():

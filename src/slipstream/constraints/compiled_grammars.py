@@ -67,7 +67,8 @@ class CompiledGrammar:
     def masks_asked(self, matcher: Any, count: int) -> None:
         """Note that so many masks were computed; checks what the lexer has cost before it can have cost too much."""
         self._unchecked += count
-        if self._unchecked > self.limits.unchecked_masks:
+        # fewer masks cannot use up half of what a row may use of the lexer
+        if self._unchecked > self.limits.lexer_cost // (2 * self.limits.step_cost):
             self._unchecked = 0
             self.is_spent = self.is_spent or lexer_cost(matcher) > self.limits.lexer_cost // 2
 

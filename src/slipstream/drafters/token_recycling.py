@@ -56,7 +56,11 @@ class FollowerTable:
         for context in contexts:
             weights = self._find(context)
             ranks: dict[int, float] = dict(zip(ranking, self._weights, strict=False))
-            self._young[context] = ranks if weights is None else self._merged(ranks, weights)
+            if weights is not None:
+                for token, weight in weights.items():
+                    ranks[token] = ranks.get(token, 0.0) + 0.9 * weight  # older rankings fade
+                ranks = dict(sorted(ranks.items(), key=itemgetter(1), reverse=True)[: len(self._weights)])
+            self._young[context] = ranks
         if len(self._young) >= SPAN:
             self._old, self._young = self._young, {}
 
@@ -71,11 +75,6 @@ class FollowerTable:
     def _find(self, context: int) -> dict[int, float] | None:
         weights = self._young.get(context)
         return self._old.get(context) if weights is None else weights
-
-    def _merged(self, ranks: dict[int, float], earlier: dict[int, float]) -> dict[int, float]:
-        for token, weight in earlier.items():
-            ranks[token] = ranks.get(token, 0.0) + 0.9 * weight  # older rankings fade
-        return dict(sorted(ranks.items(), key=itemgetter(1), reverse=True)[: len(self._weights)])
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from types import FunctionType
 from typing import cast
 
@@ -134,9 +135,8 @@ class RequestProcessors(FallibleProcessor):
                     for processor in params_of(row).logits_processors:
                         scores[i, j] = self._call(processor, context, scores[i : i + 1, j])[0]
                 except Exception as error:  # a user's code may raise anything; it ends its own row alone
-                    self._failures[i] = min(
-                        self._failures.get(i, (first + j, error)), (first + j, error), key=_position
-                    )
+                    failure = first + j, error
+                    self._failures[i] = min(self._failures.get(i, failure), failure, key=itemgetter(0))
                     break  # what follows this position cannot be committed
 
     def _call(self, processor: Processor, context: Tensor, scores: Tensor) -> Tensor:
@@ -145,10 +145,6 @@ class RequestProcessors(FallibleProcessor):
         answer = check_stateless(processor, context, scores)
         self._checked.add(id(processor))
         return answer
-
-
-def _position(failure: tuple[int, Exception]) -> int:
-    return failure[0]
 
 
 class _RowTokens:

@@ -100,14 +100,16 @@ def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[Roun
     for number, round in enumerate(rounds, 1):
         proposed = round.without_forced
         drafted, accepted = drafted + proposed.num_draft_tokens, accepted + proposed.num_accepted_tokens
-        committed = [Piece(o, _push(shown, t)) for o, t in zip(round.origins, round.tokens, strict=True)]
+        texts = [f"[{token}]" if shown is None else shown.push(token) for token in round.tokens]
+        committed = list(map(Piece, round.origins, texts))
         if round.finish_reason is not None and shown is not None and committed:
             committed[-1] = Piece(committed[-1].kind, committed[-1].text + shown.flush())
         kept = round.num_accepted_tokens
         for place in range(round.num_accepted_on_chain, kept):
             committed[place] = Piece("branch", committed[place].text)
         rejected = round.unaccepted if round.rejected or round.path is not None else ()
-        pieces = (*committed[:kept], *(Piece("rejected", _alone(tokenizer, t)) for t in rejected), *committed[kept:])
+        lost = [f"[{token}]" if tokenizer is None else tokenizer.decode([token]) for token in rejected]
+        pieces = (*committed[:kept], *(Piece("rejected", text) for text in lost), *committed[kept:])
         predicted = bool(round.num_prediction_tokens)
         yield RoundView(
             number, pieces, proposed.num_draft_tokens, proposed.num_accepted_tokens, drafted, accepted, predicted
@@ -166,7 +168,8 @@ def round_lines(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> RoundLi
 def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
     """The text in the colours of its tokens, and a table of rounds to unfold."""
     all_views = list(views(rounds, tokenizer))
-    text = "".join(_span(piece) for view in all_views for piece in view.pieces if piece.kind != "rejected")
+    kept = [piece for view in all_views for piece in view.pieces if piece.kind != "rejected"]
+    text = "".join(f'<span style="{_CSS[piece.kind]}">{escape(piece.text)}</span>' for piece in kept)
     lines = "".join(
         f"<tr><td><code>{escape(view.caption)}</code></td><td>{''.join(map(_marked, view.pieces))}</td></tr>"
         for view in all_views
@@ -182,20 +185,8 @@ def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
     )
 
 
-def _push(shown: TextStream | None, token: int) -> str:
-    return f"[{token}]" if shown is None else shown.push(token)
-
-
-def _alone(tokenizer: Tokenizer | None, token: int) -> str:
-    return f"[{token}]" if tokenizer is None else tokenizer.decode([token])
-
-
 def _visible(text: str) -> str:
     return harmless(text.replace("\n", "\u21b5"))
-
-
-def _span(piece: Piece) -> str:
-    return f'<span style="{_CSS[piece.kind]}">{escape(piece.text)}</span>'
 
 
 def _marked(piece: Piece) -> str:

@@ -201,7 +201,8 @@ def flags(
         @functools.wraps(function)
         def wrapper(**values: Any) -> Any:
             values.pop(HELP_ALL)  # its callback has ended the command if it was asked for
-            parsed = {name: _parsed(name, values.pop(name)) for name in options}
+            parsed = {name: values.pop(name) for name in options}
+            parsed |= {name: WRITTEN[name].parse(value) for name, value in parsed.items() if name in WRITTEN}
             for parameter in signature.parameters.values():
                 cls = parameter.annotation
                 if cls in classes:
@@ -249,10 +250,6 @@ def _setting_option(f: Field[Any], cls: type, defaults: Mapping[str, Any]) -> in
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _parsed(name: str, value: Any) -> Any:
-    return WRITTEN[name].parse(value) if name in WRITTEN else value
 
 
 def option(section: str, *names: str, text: str, **more: Any) -> Any:

@@ -127,8 +127,10 @@ def tune_command(
     from slipstream.bench.records import make_header, start
     from slipstream.bench.tuning.advice import tune
     from slipstream.bench.tuning.search import Budget, Meter, SearchSpace, candidates
+    from slipstream.core.acceptance import load_rule
 
-    _refuse_lossy(config)
+    if config.acceptance != "auto" and not load_rule(config.acceptance).lossless:
+        raise UsageError(f"--acceptance {config.acceptance} changes the output; allowed: lossless rules")
     prompts = name_prompts(named)
     for batch in batches:
         groups(prompts, batch)  # refuses a batch larger than the prompts
@@ -160,13 +162,6 @@ def _refuse_fixed_settings(config: DecoderConfig, budget: float) -> None:
         raise UsageError(f"--drafter {config.drafter}; allowed: auto, as tune chooses the drafter")
     if config.num_draft_tokens != "auto":
         raise UsageError(f"--num-draft-tokens {config.num_draft_tokens}; allowed: auto with tune; see --longest")
-
-
-def _refuse_lossy(config: DecoderConfig) -> None:
-    from slipstream.core.acceptance import load_rule
-
-    if config.acceptance != "auto" and not load_rule(config.acceptance).lossless:
-        raise UsageError(f"--acceptance {config.acceptance} changes the output; allowed: lossless rules")
 
 
 def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json_file: Path | None) -> None:

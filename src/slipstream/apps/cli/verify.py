@@ -122,7 +122,7 @@ def _run(
     checks = []
     with progress_bar(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()) as progress:
         verifier = Verifier(decoder, prompts, extent.max_tokens, extent.budget, alone)
-        task = progress.add_task("verifying", total=verifier.num_checks)
+        task = progress.add_task("verifying", total=len(verifier.checks))
         for check in verifier.run():
             checks.append(check)
             progress.update(task, advance=1, description=check.name)

@@ -321,7 +321,8 @@ class CompletionWriter(AnswerWriter):
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
         """New text, with its log-probabilities; the echoed prompt before the first."""
-        echoed = self._take_echo(choice)
+        echoed = self._echo and choice.job.choice not in self._opened
+        self._opened.add(choice.job.choice)
         text = (self.prompts[choice.job.choice] if echoed else "") + piece.text
         if not (text or piece.finish_reason or piece.logprobs or (self.return_ids and piece.tokens)):
             return []
@@ -344,11 +345,6 @@ class CompletionWriter(AnswerWriter):
         if self.return_ids:
             shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
         return shown
-
-    def _take_echo(self, choice: ChoiceState) -> bool:
-        first = choice.job.choice not in self._opened
-        self._opened.add(choice.job.choice)
-        return self._echo and first
 
     def _choice(self, choice: ChoiceState, text: str, reason: str | None = None) -> dict[str, Any]:
         return {"index": choice.job.choice, "text": text, "logprobs": None, "finish_reason": reason}

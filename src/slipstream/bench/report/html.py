@@ -65,7 +65,10 @@ def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> 
         samples=_samples(data, tokenizer),
         arms=[(label(name), describe(name)) for name in data.header.settings.get("arms", [])],
         settings=settings_table(data.header),
-        machine=machine_table(data.header),
+        machine=[
+            (NAMES.get(name, _spaced(name)), words(value))
+            for name, value in (data.header.machine | data.header.versions).items()
+        ],
         command=data.header.command,
     )
 
@@ -105,7 +108,8 @@ def _overall(data: Data, batch: int) -> Table:
             data.label(arm.arm),
             *_speeds(data, arm),
             *(cell(over_hf.get((arm.arm, batch)), unit="x") for _ in hf),
-            _texts(arm),
+            # "reference" outputs are those that the others are compared with
+            ", ".join(f"{arm.verdicts[name]} {name}" for name in VERDICTS if arm.verdicts[name]) or "-",
             *_acceptance(data, arm),
         ]
         for arm in data.summaries
@@ -118,11 +122,6 @@ def _overall(data: Data, batch: int) -> Table:
     if len(bases) > 1:
         return Table(title, columns, rows)
     return Table(f"{title}; speed-ups are over {bases.pop()}", columns, rows).without("over")
-
-
-def _texts(arm: ArmSummary) -> str:
-    """Counts of outputs by verdict; "reference" are those that the others are compared with."""
-    return ", ".join(f"{arm.verdicts[name]} {name}" for name in VERDICTS if arm.verdicts[name]) or "-"
 
 
 def _speeds(data: Data, arm: ArmSummary) -> Row:
@@ -246,12 +245,6 @@ def settings_table(header: Header) -> Rows:
     rows += _changed(settings.get("config", {}), DecoderConfig, set())
     rows += _changed(params, SamplingParams, {"temperature", "seed", "max_tokens"})
     return [*rows, ("begun", local_time(header.started))]
-
-
-def machine_table(header: Header) -> Rows:
-    """The machine, and the versions of Slipstream and the libraries it uses."""
-    both = header.machine | header.versions
-    return [(NAMES.get(name, _spaced(name)), words(value)) for name, value in both.items()]
 
 
 def describe(name: str) -> str:
