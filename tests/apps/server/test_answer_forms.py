@@ -15,7 +15,7 @@ import pytest
 from slipstream import SpeculativeDecoder
 from tests.support import tiny_models
 from tests.support.markers import mostly_slow, subcases
-from tests.support.running_server import RunningServer, running_server
+from tests.support.running_server import ARGUMENTS, RunningServer, running_server
 
 TEMPLATE = (
     "{% for t in tools or [] %}tool:{{ t['function']['name'] }} <tool_call>.{% endfor %}"
@@ -23,12 +23,6 @@ TEMPLATE = (
 )
 EXTRA = ["\n", *'<>_{}"/[]-0123456789']
 ASKED = [{"role": "user", "content": "the cat sat on the mat"}]
-ARGUMENTS = {
-    "type": "object",
-    "properties": {"x": {"type": "boolean"}, "unit": {"enum": ["m", "km"]}},
-    "required": ["x", "unit"],
-    "additionalProperties": False,
-}
 VISIBLE = {"0": -100, "1": -100, "2": -100}  # a logit bias against tokens that the text does not show
 TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}},

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.page_browser import Opened, browsers
-from tests.support.running_server import RunningServer, running_server
+from tests.support.running_server import RunningServer
 
 pytestmark = [browsers, pytest.mark.slow]
 RENDERED = """([text]) => import('./page/markdown.js').then(({ markdown }) => {
@@ -68,12 +67,6 @@ FOUND = """([text]) => import('./page/markdown.js').then(({ markdown }) => {
   const all = [...box.querySelectorAll('*')];
   return { tags: all.map(e => e.tagName), attributes: all.flatMap(e => e.getAttributeNames()),
     links: all.filter(e => e.href).map(e => e.protocol), title: document.title }; })"""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,19 +13,13 @@ from slipstream.apps.server.engine_routes import ReplayFields
 from slipstream.apps.server.error_objects import validation_error
 from slipstream.apps.server.schemas import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from tests.support.markers import subcases
-from tests.support.running_server import RunningServer, running_server
+from tests.support.running_server import RunningServer
 
 WRONG = [None] * 20_000
 LONE = "a\ud800"  # half of a surrogate pair
 TEXT_PART = {"type": "text", "text": LONE}
 HI = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
 
 
 def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:

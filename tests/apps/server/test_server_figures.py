@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
@@ -14,12 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.apps.server.server_metrics import HISTOGRAMS
 from tests.support.markers import subcases
 from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
 
 
 def samples(server: RunningServer) -> dict[str, float]:

@@ -541,14 +541,9 @@ def test_sockets_without_a_complete_request_do_not_block_others(data: bytes) -> 
 @pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nx: ", HEAD])
 def test_a_socket_whose_request_never_arrives_is_closed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3 - 75)
-    with running_server() as server, connected(server) as connection:
+    with running_server() as server, server.connected() as connection:
         connection.sendall(data)
         assert closed(connection, dribbled=b"x: y\r\n" if data == HEAD else b"")
-
-
-def connected(server: RunningServer) -> socket.socket:
-    place = urlsplit(server.url)
-    return socket.create_connection((place.hostname or "", place.port or 0), PATIENCE)
 
 
 def closed(connection: socket.socket, dribbled: bytes) -> bool:
@@ -569,7 +564,7 @@ def closed(connection: socket.socket, dribbled: bytes) -> bool:
 @pytest.mark.parametrize("framing", [b"content-length: 1000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"])
 def test_a_body_that_never_ends_times_out(framing: bytes) -> None:
     with running_server(request_timeout=0.3) as server:
-        with connected(server) as connection:
+        with server.connected() as connection:
             connection.sendall(HEAD + framing)
             answer = b""
             while b"did not arrive in time" not in answer:  # not until the connection closes, which takes seconds
