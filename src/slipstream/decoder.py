@@ -512,9 +512,9 @@ class SpeculativeDecoder:
     @property
     def drafter(self) -> Drafter | None:
         """The drafter in use: the caller's object, or else the last source that is asked; None if nothing drafts."""
-        given, sources = self._parts.drafter, self.sources
-        if not isinstance(given, str):
-            return given
+        requested, sources = self._parts.drafter, self.sources
+        if not isinstance(requested, str):
+            return requested
         return sources[-1].drafter if sources else None
 
     @property

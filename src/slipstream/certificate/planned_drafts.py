@@ -55,11 +55,11 @@ class PlannedDrafts:
         # the depth planned least often, long ones first
         right = min(range(levels, -1, -1), key=self._planned.__getitem__)
         self._planned[right] += 1
-        known = [*text[row.num_output_tokens :][:levels]]
-        known += [0] * (levels - len(known))
+        path = [*text[row.num_output_tokens :][:levels]]
+        path += [0] * (levels - len(path))
         tokens, parents, last = list[int](), list[int](), -1
         mistakes = [1 + (turn + other) % (self.vocab_size - 1) for other in range(1 + self.siblings)]  # none is 0
-        for level, token in enumerate(known):
+        for level, token in enumerate(path):
             children = [(token + wrong) % self.vocab_size for wrong in mistakes]
             place = (level + turn) % len(children)
             if level != right:
@@ -101,7 +101,7 @@ class LikelyDrafts:
             return Draft.empty(len(rows), sampler.device)
         tables = []
         for row in rows:
-            known = self.near[place_of(row)][row.num_output_tokens :][:width]
-            tables.append(torch.stack([*known, *[known[-1]] * (width - len(known))]))
+            near = self.near[place_of(row)][row.num_output_tokens :][:width]
+            tables.append(torch.stack([*near, *[near[-1]] * (width - len(near))]))
         probs = torch.stack(tables).to(sampler.device)
         return Draft(sampler.draw(probs, stream=Stream.DRAFT), tuple(lengths), probs)

@@ -86,10 +86,10 @@ class SampledTexts:
         self._sampler = sampler
         draft = Draft.empty(len(rows), sampler.device)
         for source in self.sources:  # as in a round without costs
-            wanted = lengths_without_costs(lengths, draft, lengths)
-            if any(wanted):
-                proposed = source.drafter.propose(rows, wanted, sampler)
-                draft = Draft.where([not length for length in wanted], draft, proposed)
+            wanted_lengths = lengths_without_costs(lengths, draft, lengths)
+            if any(wanted_lengths):
+                proposed = source.drafter.propose(rows, wanted_lengths, sampler)
+                draft = Draft.where([not length for length in wanted_lengths], draft, proposed)
         return draft
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:

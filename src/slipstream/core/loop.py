@@ -97,13 +97,15 @@ class Engine:
         try:
             room = self._room(rows, forced)
             for source in sources:
-                wanted = self.policy.lengths(rows, source, draft, room)
+                wanted_lengths = self.policy.lengths(rows, source, draft, room)
                 for place, row in enumerate(rows):
                     if row.params.num_draft_tokens is not None and not draft.lengths[place]:
-                        wanted[place] = room[place]  # the request's own length, for the first source that has something
-                if any(wanted):  # tuples, so that a drafter cannot change the batch
-                    proposed = source.drafter.propose(tuple(rows), tuple(wanted), batch.sampler)
-                    draft = Draft.where([not length for length in wanted], draft, proposed)
+                        wanted_lengths[place] = room[
+                            place
+                        ]  # the request's own length, for the first source that has something
+                if any(wanted_lengths):  # tuples, so that a drafter cannot change the batch
+                    proposed = source.drafter.propose(tuple(rows), tuple(wanted_lengths), batch.sampler)
+                    draft = Draft.where([not length for length in wanted_lengths], draft, proposed)
             draft = self.policy.worth_verifying(rows, draft)
         finally:
             for row, tokens in zip(rows, forced or (), strict=False):
@@ -123,9 +125,9 @@ class Engine:
         whose token comes from the prompt's logits.
         """
         longest = self.target.table.longest_draft(rows)
-        most = MAX_DRAFT_TOKENS if longest is None else min(longest, MAX_DRAFT_TOKENS)
+        limit = MAX_DRAFT_TOKENS if longest is None else min(longest, MAX_DRAFT_TOKENS)
         first_drafts = not self.target.returns_prompt_logits
-        room = [max(0, min(most, row.remaining - 1)) if row.rounds or first_drafts else 0 for row in rows]
+        room = [max(0, min(limit, row.remaining - 1)) if row.rounds or first_drafts else 0 for row in rows]
         for place, row in enumerate(rows):
             if row.params.num_draft_tokens is not None:
                 room[place] = min(room[place], row.params.num_draft_tokens)

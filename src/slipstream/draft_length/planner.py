@@ -100,7 +100,7 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
     # where texts end long before their limits, their ends are spread as far as they are long
     open_ended = max(0.0, 1 - typical / max(1, *(row.remaining for row in rows)))
     spread = (SPREAD + open_ended) * longest
-    weights = [exp((left - longest) / spread) for left in rounds_left]  # relative chances of ending last
+    weights = [exp((rounds - longest) / spread) for rounds in rounds_left]  # relative chances of ending last
     return [Worth(base, (1 - base) * len(rows) * weight / sum(weights), spread) for weight in weights]
 
 
@@ -109,9 +109,9 @@ def lengths_without_costs(lengths: Sequence[int], draft: Draft, room: Sequence[i
 
     It must be expected to add 1.2 tokens, or 60 % of a short draft.
     """
-    wanted = map(min, lengths, room)
+    wanted_lengths = map(min, lengths, room)
     promised = (sum(probs or ()) for probs in draft.acceptance_probs)
-    return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(wanted, promised, strict=True)]
+    return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(wanted_lengths, promised, strict=True)]
 
 
 class TextLengths:

@@ -152,11 +152,11 @@ class Sampler:
 
     def _winners(self, warp: Warp, scores: Sequence[Tensor], keys: Sequence[int]) -> list[int]:
         """`_drawn` for several scores [V]; computes a distribution only where the race has no sure winner."""
-        sure = [self.race.sure_winner(*place, warp.options) for place in zip(scores, keys, strict=True)]
-        if unsure := [i for i, winner in enumerate(sure) if winner is None]:
+        winners = [self.race.sure_winner(*place, warp.options) for place in zip(scores, keys, strict=True)]
+        if unsure := [i for i, winner in enumerate(winners) if winner is None]:
             bits = self.race.bits(words([keys[i] for i in unsure]))
             drawn = iter(self._drawn(warp, torch.stack([scores[i] for i in unsure]).float(), bits).tolist())
-        return [next(drawn) if winner is None else winner for winner in sure]
+        return [next(drawn) if winner is None else winner for winner in winners]
 
     def _drawn(self, warp: Warp, scores: Tensor, keys: Tensor) -> Tensor:
         """[N] tokens from scores [N, V] and the noise of their positions [N]; NONE where no token is possible."""

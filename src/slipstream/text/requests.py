@@ -276,8 +276,8 @@ class RequestReader:
     def _check_form(self, prompt: Any, chat: bool) -> None:
         """Refuse options of the chat template for a prompt that it does not render."""
         tools, goes_on, variables = self.form.tools, self.form.goes_on, self.form.variables
-        asked = {"tools": tools, "continue_final_message": goes_on, "chat_template_kwargs": variables}
-        name = next((name for name, value in asked.items() if value), None)
+        requested = {"tools": tools, "continue_final_message": goes_on, "chat_template_kwargs": variables}
+        name = next((name for name, value in requested.items() if value), None)
         if name is not None and self._messages(prompt, chat) is None:
             what = "token ids" if is_ids(prompt) else "a text without the chat template"
             raise UsageError(f"{name} with {what}; allowed: with chat messages")

@@ -87,8 +87,8 @@ class ModelPair:
                 from slipstream.models.heads.head_files import embedded_head
 
                 draft = str(embedded_head())
-            brought = None if draft is not None or takes_none else _brought_mtp(loaded, config)
-            return cls._of_loaded(loaded, brought or load_draft(draft, config, loaded, draft_tokenizer), config)
+            mtp_layers = None if draft is not None or takes_none else _brought_mtp(loaded, config)
+            return cls._of_loaded(loaded, mtp_layers or load_draft(draft, config, loaded, draft_tokenizer), config)
 
     @classmethod
     def _of_loaded(cls, target: Loaded, draft: Loaded | None, config: DecoderConfig) -> ModelPair:

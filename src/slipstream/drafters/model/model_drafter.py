@@ -160,9 +160,9 @@ class ModelDrafter:
         sampled = not (sampler.all_greedy or self.coupled)
         siblings = 0 if sampled or not sampler.branching else self.siblings
         per_level = 1 + siblings if self.stop is None else 1
-        asked = [self._chain_length(per_level, row, n) for row, n in zip(rows, lengths, strict=True)]
-        width = self.session.begin(max(asked, default=0))
-        ends = asked = [min(length, width) for length in asked]
+        num_steps = [self._chain_length(per_level, row, n) for row, n in zip(rows, lengths, strict=True)]
+        width = self.session.begin(max(num_steps, default=0))
+        ends = num_steps = [min(count, width) for count in num_steps]
         records = tuple(RowDraft(MODEL if n else "") for n in lengths)
         if width and sampler.plain and self.stop is None and not siblings:
             drafted = self.session.draft_greedy(rows, width, self.vocab_size)
@@ -195,7 +195,7 @@ class ModelDrafter:
                 for chain, best, best_chances in zip(chains, leaders.tolist(), chances.tolist(), strict=True):
                     chain.add(best, best_chances)
             if self.stop is not None:
-                has_ended = self.stop.ends(rows, asked, [chain.chances for chain in chains], sampled)
+                has_ended = self.stop.ends(rows, num_steps, [chain.chances for chain in chains], sampled)
                 ends = [min(end, steps) if is_over else end for end, is_over in zip(ends, has_ended, strict=True)]
         if steps:
             self.session.keep_drafts(ends)
