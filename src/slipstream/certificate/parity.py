@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from slipstream.core.rng import Race, Stream, key
-from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.sampling.params import SamplingParams
@@ -201,7 +200,8 @@ class TieJudge:
         """[V] the scores by which the token after `ids` is chosen: the largest wins. Within the prompt: the logits."""
         if len(ids) < len(prompt):
             return logits.float()
-        row = self._row(prompt, ids, params)
+        row = self.decoder.rows([prompt], params)[0]
+        row.tokens.extend(ids[len(prompt) :])  # the row as it stood when its tokens were `ids`
         vocab_size = self.decoder.target.backend.vocab_size
         sampler = Sampler([row], self._race, vocab_size, logits.device)
         nothing = torch.empty(1, 0, dtype=torch.int64, device=logits.device)
@@ -210,12 +210,6 @@ class TieJudge:
             return scores[0, 0].float()
         noise = self._race.noise(key(row.seed, Stream.TOKEN, len(ids)))
         return sampler.probs(scores)[0, 0].log() - noise.log()
-
-    def _row(self, prompt: list[int], ids: list[int], params: SamplingParams) -> Row:
-        """The row as it stood when its tokens were `ids`."""
-        row = self.decoder.rows([prompt], params)[0]
-        row.tokens.extend(ids[len(prompt) :])
-        return row
 
 
 def coupled(decoder: SpeculativeDecoder, params: SamplingParams) -> bool:

@@ -171,7 +171,11 @@ class TextMaker:
         """The prompt of each text, by number, without those that the target left empty."""
         if self._sources:
             return {n: self._sources[n % len(self._sources)].prompt for n in numbers}
-        openings = {n: self._opening(n) for n in numbers}
+        tokenizer, openings = self._decoder.tokenizer, dict[int, list[int]]()
+        assert tokenizer is not None
+        for n in numbers:
+            dice = Random(f"{self._seed} {n}")
+            openings[n] = tokenizer.bare(dice.choice(OPENINGS)) if dice.random() < OPENED else []
         params = [
             SamplingParams(
                 temperature=1.0,
@@ -188,11 +192,6 @@ class TextMaker:
             if row.error is None and row.finish_reason is not None
         }
         return {n: question for n, question in questions.items() if question}
-
-    def _opening(self, number: int) -> list[int]:
-        dice, tokenizer = Random(f"{self._seed} {number}"), self._decoder.tokenizer
-        assert tokenizer is not None
-        return tokenizer.bare(dice.choice(OPENINGS)) if dice.random() < OPENED else []
 
     def _temperature(self, number: int) -> float:
         """The temperature of an answer; a prompt that is repeated gets the next one."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic_core import to_json
-from starlette.responses import StreamingResponse
 
 from slipstream.apps.server.answer_state import (
     ChoiceState,
@@ -37,13 +36,6 @@ encoded = to_json  # JSON without spaces, three times faster than Python's `json
 def event(data: bytes) -> bytes:
     """JSON as one server-sent event."""
     return b"data: %b\n\n" % data
-
-
-class EventStream(StreamingResponse):
-    """A stream of events."""
-
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=HEADERS)
 
 
 class AnswerWriter(ABC):

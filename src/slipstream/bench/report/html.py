@@ -238,7 +238,9 @@ def settings_table(header: Header) -> Rows:
     rows.append(("repeats", words(settings.get("repeats"))))
     rows.append(("prompts", "; ".join(f"{name} {count}" for name, count in families.items()) or "none recorded"))
     rows.append(("chat template", "used" if settings.get("chat", True) else "not used (--raw)"))
-    rows.append(("sampling", _sampling(params)))
+    temperature = params.get("temperature", 0)
+    sampled = f"temperature {words(temperature)}, seed {words(params.get('seed'))}"
+    rows.append(("sampling", "greedy" if temperature == 0 else sampled))
     rows.append(("longest answer", counted(int(params.get("max_tokens") or 0), "token")))
     shown = {"target", "draft", "arms", "reference", "batch_sizes", "repeats", "prompts", "chat", "config", "params"}
     rows += [(_spaced(name), words(value)) for name, value in settings.items() if name not in shown]
@@ -281,11 +283,6 @@ def words(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(words, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _sampling(params: Mapping[str, Any]) -> str:
-    temperature = params.get("temperature", 0)
-    return "greedy" if temperature == 0 else f"temperature {words(temperature)}, seed {words(params.get('seed'))}"
 
 
 def _changed(values: Mapping[str, Any], cls: type[Any], shown: set[str]) -> Rows:
