@@ -230,10 +230,7 @@ class SpeculativeDecoder:
         return results[0] if prompts.single else results
 
     def chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Result:
         """Answer a conversation: dictionaries with role and content, the last one usually the user's.
 

@@ -66,10 +66,7 @@ class Alternatives:
 
 
 def grown(
-    followers: Callable[[Any, float], Iterator[Follower]],
-    start: Any,
-    length: int,
-    deepest: int | None = None,
+    followers: Callable[[Any, float], Iterator[Follower]], start: Any, length: int, deepest: int | None = None
 ) -> list[Node]:
     """The `length` likeliest nodes (at least 1) of all paths, likeliest first; none below UNLIKELY.
 

@@ -178,10 +178,7 @@ class TextMaker:
             openings[n] = tokenizer.bare(dice.choice(OPENINGS)) if dice.random() < OPENED else []
         params = [
             SamplingParams(
-                temperature=1.0,
-                max_tokens=QUESTION,
-                seed=key(self._seed, n, 0) >> 1,
-                stop_token_ids=self._ends,
+                temperature=1.0, max_tokens=QUESTION, seed=key(self._seed, n, 0) >> 1, stop_token_ids=self._ends
             )
             for n in numbers
         ]

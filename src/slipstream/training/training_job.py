@@ -29,16 +29,7 @@ from slipstream.models.heads.head_writer import write_head
 from slipstream.models.heads.starting_weights import model_of, new_head, starting_weights
 from slipstream.models.weights.resolve import resolve
 from slipstream.training.held_out import Judgement, judged
-from slipstream.training.texts import (
-    FILE,
-    LONGEST,
-    MadeText,
-    TextMaker,
-    make_texts,
-    read_sources,
-    read_texts,
-    split,
-)
+from slipstream.training.texts import FILE, LONGEST, MadeText, TextMaker, make_texts, read_sources, read_texts, split
 from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, precision, usual_sizes
 from slipstream.training.training_run import (
     FEWEST_STEPS,

@@ -73,8 +73,7 @@ def test_a_sweep_resumes_where_it_was_killed(capsys, monkeypatch, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "drafter"),
-    [((), "suffix"), (("--draft", "toy:2"), "model"), (("--drafter", "ngram:3"), "ngram:3")],
+    ("arguments", "drafter"), [((), "suffix"), (("--draft", "toy:2"), "model"), (("--drafter", "ngram:3"), "ngram:3")]
 )
 def test_without_drafters_it_sweeps_the_decoders_own(
     capsys, monkeypatch, tmp_path: Path, prompts: str, arguments: tuple[str, ...], drafter: str

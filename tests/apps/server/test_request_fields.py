@@ -80,12 +80,7 @@ NO_TEXT = "a string, or text parts"
         (CHAT, {"stop": 5}, "stop", "stop=5; allowed: a string or a list"),
         (CHAT, {"stop": ["x" * 300]}, "stop", "stop.0: a string; allowed: at most 256"),
         (CHAT, said(content=["hi"]), "messages.0.content", "messages.0.content.0: a string; allowed: an object"),
-        (
-            CHAT,
-            said(content=5),
-            "messages.0.content",
-            "messages.0.content=5; allowed: a string or a list",
-        ),
+        (CHAT, said(content=5), "messages.0.content", "messages.0.content=5; allowed: a string or a list"),
         (
             CHAT,
             said(content={}),

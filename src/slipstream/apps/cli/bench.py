@@ -43,8 +43,7 @@ class BenchOptions:
     """The arms, the repeats and the output of a benchmark."""
 
     arms: Annotated[
-        str | None,
-        option(MEASURING, "--arms", text=f"arms to compare, separated by commas: {ARMS}", metavar="ARMS"),
+        str | None, option(MEASURING, "--arms", text=f"arms to compare, separated by commas: {ARMS}", metavar="ARMS")
     ] = None
     reference: Annotated[
         str | None,

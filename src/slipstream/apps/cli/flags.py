@@ -172,8 +172,7 @@ def _show_all(context: typer.Context, is_asked: bool) -> None:
 
 
 HelpAll = Annotated[
-    bool,
-    typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all),
+    bool, typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all)
 ]
 
 
@@ -263,8 +262,7 @@ def _complete_model(incomplete: str) -> list[str]:
 
 
 Target = Annotated[
-    str,
-    option(MODELS, "-m", "--target", "--model", text=NAMED, metavar="MODEL", autocompletion=_complete_model),
+    str, option(MODELS, "-m", "--target", "--model", text=NAMED, metavar="MODEL", autocompletion=_complete_model)
 ]
 DraftModel = Annotated[
     str | None,
@@ -293,8 +291,7 @@ PromptWords = Annotated[
     ),
 ]
 PromptTexts = Annotated[
-    list[str],
-    option(PROMPTS, "-p", "--prompt", text="prompt as an option; may be given several times", metavar="TEXT"),
+    list[str], option(PROMPTS, "-p", "--prompt", text="prompt as an option; may be given several times", metavar="TEXT")
 ]
 PromptFile = Annotated[
     Path | None,
@@ -421,21 +418,13 @@ class Structure:
     regex: Annotated[
         str | None,
         option(
-            STRUCTURE,
-            "--regex",
-            text="output that matches this whole regular expression",
-            metavar="TEXT",
-            hidden=True,
+            STRUCTURE, "--regex", text="output that matches this whole regular expression", metavar="TEXT", hidden=True
         ),
     ] = None
     choice: Annotated[
         list[str],
         option(
-            STRUCTURE,
-            "--choice",
-            text="one of several outputs; give --choice for each",
-            metavar="TEXT",
-            hidden=True,
+            STRUCTURE, "--choice", text="one of several outputs; give --choice for each", metavar="TEXT", hidden=True
         ),
     ] = ()  # type: ignore[assignment]
     grammar: Annotated[

@@ -64,29 +64,16 @@ class TuneOptions:
     config_file: ConfigFile = None
     batch_sizes: BatchSizes = "1"
     longest: Annotated[
-        int,
-        option(
-            MEASURING,
-            "--longest",
-            text="longest draft to consider",
-            metavar="N",
-            min=1,
-            max=MAX_DRAFT_TOKENS,
-        ),
+        int, option(MEASURING, "--longest", text="longest draft to consider", metavar="N", min=1, max=MAX_DRAFT_TOKENS)
     ] = 8
     budget: Annotated[
-        float,
-        option(MEASURING, "--budget", text="seconds for measuring, without loading", metavar="SECONDS"),
+        float, option(MEASURING, "--budget", text="seconds for measuring, without loading", metavar="SECONDS")
     ] = 300.0
     raw: Raw = False
     out_folder: Annotated[
         Path | None,
         option(
-            OUTPUT,
-            "--out",
-            text="new folder; default: runs/tune-...",
-            metavar="FOLDER",
-            callback=check_folder("--out"),
+            OUTPUT, "--out", text="new folder; default: runs/tune-...", metavar="FOLDER", callback=check_folder("--out")
         ),
     ] = None
 
@@ -103,11 +90,7 @@ class TuneOptions:
 )
 @flags(TuneOptions, PromptChoice, DecoderConfig, SamplingParams, max_tokens=64)
 def tune_command(
-    options: TuneOptions,
-    choice: PromptChoice,
-    config: DecoderConfig,
-    params: SamplingParams,
-    json_file: Json = None,
+    options: TuneOptions, choice: PromptChoice, config: DecoderConfig, params: SamplingParams, json_file: Json = None
 ) -> None:
     """Find the fastest settings for a model on this machine.
 

@@ -52,11 +52,7 @@ class Extent:
 )
 @flags(Models, PromptChoice, Extent, DecoderConfig)
 def verify_command(
-    models: Models,
-    choice: PromptChoice,
-    extent: Extent,
-    config: DecoderConfig,
-    json_file: Json = None,
+    models: Models, choice: PromptChoice, extent: Extent, config: DecoderConfig, json_file: Json = None
 ) -> None:
     """Check that the output is exactly the target's own.
 

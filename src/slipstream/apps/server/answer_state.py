@@ -258,12 +258,7 @@ def shown_round(piece: Piece, index: int, facts: ModelFacts) -> dict[str, Any]:
     seconds = asdict(round.seconds)
     total = seconds.pop("total")
     tokens = [
-        {
-            "id": token,
-            "text": facts.token_text(token),
-            "origin": origin,
-            "source": source,
-        }
+        {"id": token, "text": facts.token_text(token), "origin": origin, "source": source}
         for token, origin, source in zip(round.tokens, round.origins, _sources(round, drafters), strict=True)
     ]
     return {

@@ -143,10 +143,7 @@ class AnswerWriter(ABC):
 
     def _report(self) -> dict[str, Any]:
         rounds = [round for choice in self.choices for round in choice.rounds]
-        return {
-            "metrics": {"speculative_decoding": speculative_decoding(rounds)},
-            "timings": timings(self.choices[0]),
-        }
+        return {"metrics": {"speculative_decoding": speculative_decoding(rounds)}, "timings": timings(self.choices[0])}
 
     def _chunk(self, part: dict[str, Any]) -> dict[str, Any]:
         chunk: dict[str, Any] = {"choices": [part]}

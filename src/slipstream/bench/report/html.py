@@ -16,15 +16,7 @@ from slipstream.bench.length_series import best_lengths
 from slipstream.bench.records import Header, VerdictName
 from slipstream.bench.report.headline import advice, headline, num_prompts, over_hugging_face, text_verdicts
 from slipstream.bench.report.plots import Chart, height_of, inline_svg
-from slipstream.bench.report.report_data import (
-    Data,
-    Sample,
-    acceptance,
-    efficiency,
-    local_time,
-    sample,
-    sampled_texts,
-)
+from slipstream.bench.report.report_data import Data, Sample, acceptance, efficiency, local_time, sample, sampled_texts
 from slipstream.bench.result_tables import Row, Table, cell, time_shares
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
 from slipstream.checks import counted

@@ -20,23 +20,11 @@ from slipstream.core.types import Draft, Row, Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.drafters.model.model_drafter import (
-    DraftChain,
-    ModelDrafter,
-    Stop,
-    extended,
-    record_of,
-    stop_for,
-)
+from slipstream.drafters.model.model_drafter import DraftChain, ModelDrafter, Stop, extended, record_of, stop_for
 from slipstream.errors import UsageError
 from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 
-TRAITS = Traits(
-    has_own_cache=True,
-    default_length=6,
-    needs_draft_model=True,
-    other_vocabulary=True,
-)
+TRAITS = Traits(has_own_cache=True, default_length=6, needs_draft_model=True, other_vocabulary=True)
 
 
 class SharedTokens:

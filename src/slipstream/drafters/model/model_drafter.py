@@ -29,12 +29,7 @@ from slipstream.models.heads.network import all_scores
 
 MIN_DRAFT_PROB = 0.4  # a less likely draft ends, where drafts must depend on the row alone
 TRAITS = Traits(
-    has_own_cache=True,
-    default_length=6,
-    preference=2,
-    needs_draft_model=True,
-    branches=True,
-    in_other_engines=True,
+    has_own_cache=True, default_length=6, preference=2, needs_draft_model=True, branches=True, in_other_engines=True
 )
 
 
