@@ -18,9 +18,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from slipstream import drafters
-from slipstream.apps.cli.output_files import check_file, check_folder
 from slipstream.apps.server.server_settings import SEVERAL, ServerSettings
-from slipstream.checks import UNREADABLE, check_known, read_json, why_unreadable
+from slipstream.checks import UNREADABLE, check_known, read_json, why_no_file, why_no_folder, why_unreadable
 from slipstream.config import DTYPES, DecoderConfig
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import RULE_NAMES
@@ -53,6 +52,7 @@ METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 MODELS, PROMPTS, MEASURING, OUTPUT = "Models", "Prompts", "Measuring", "Output"
 NAMED = "hub id, folder, .gguf file, or a name from `slipstream models`"
 STRUCTURE = "Structured output"
+STANDARD = Path("-")  # standard input of files that are read, standard output of those that are written
 
 
 def _number_or_word(text: str) -> int | str:
@@ -61,6 +61,22 @@ def _number_or_word(text: str) -> int | str:
 
 def _switch(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def check_file(name: str) -> Callable[[Path | None], Path | None]:
+    """A callback of the option `name` that refuses a file that cannot be written; nothing is created."""
+    return lambda path: path if path == STANDARD else _writable(name, path, why_no_file)
+
+
+def check_folder(name: str) -> Callable[[Path | None], Path | None]:
+    """A callback of the option `name` that refuses a folder that can neither be used nor be made."""
+    return lambda path: _writable(name, path, why_no_folder)
+
+
+def _writable(name: str, path: Path | None, reason_of: Callable[[Path], str | None]) -> Path | None:
+    if path is not None and (reason := reason_of(path)) is not None:
+        raise UsageError(f"{name} {str(path)!r} cannot be written: {reason}")
+    return path
 
 
 def json_object(flag: str, text: str) -> Any:

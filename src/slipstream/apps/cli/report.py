@@ -9,7 +9,7 @@ import typer
 
 from slipstream.apps.cli.application import command, quiet_libraries
 from slipstream.apps.cli.consoles import out
-from slipstream.apps.cli.output_files import check_folder
+from slipstream.apps.cli.flags import check_folder
 from slipstream.errors import UsageError
 
 if TYPE_CHECKING:

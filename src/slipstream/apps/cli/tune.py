@@ -36,11 +36,11 @@ from slipstream.apps.cli.flags import (
     PromptChoice,
     Raw,
     Target,
+    check_folder,
     flags,
     option,
     read_batch_sizes,
 )
-from slipstream.apps.cli.output_files import check_folder
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError
