@@ -35,7 +35,7 @@ OPTIONS = {
     "temperature 1.5": WarpOptions(1.5),
     "temperature 0.8, top_k 4, top_p 0.95, min_p 0.02": WarpOptions(0.8, top_k=4, top_p=0.95, min_p=0.02),
 }
-NUM_WIDE = 5  # of these, so many are tried on logits of the target's vocabulary size as well
+NUM_WIDE = 5  # of these are tried on logits of the target's vocabulary size as well
 ALL_OPTIONS_TO = 8  # drafts up to this length are tried under all options, longer ones under some in turn
 FIXED = 3
 Array = NDArray[np.float64]

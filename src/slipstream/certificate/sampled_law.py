@@ -72,7 +72,7 @@ class SampledTexts:
     sources: Sequence[Source]  # the drafter's
     traits: Traits
     near: Mapping[Place, Sequence[Tensor]] = field(default_factory=dict)  # the drafter's distributions, where known
-    are_drafts_sampled: bool = False  # anew in each round; not where the target's noise chooses them
+    are_drafts_sampled: bool = False  # sampled again in each round; not where the target's noise chooses them
     impossible: int = 0  # tokens that the target gives probability 0
     error: float = 0.0  # the largest difference between the engine's probabilities and those of the options
     tokens: int = 0
@@ -240,7 +240,7 @@ def bonus_from_raw_logits(p: Tensor, scores: Tensor, draft: Draft) -> Distributi
 
 
 def kept_from(depth: int) -> Callable[..., Distributions]:
-    """The right rule up to `depth` tokens; of a draft of which so many are accepted, it keeps all that follow."""
+    """The right rule up to `depth` tokens; if that many are accepted, it keeps all that follow."""
 
     def rule(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
         right = rejection(p, scores, draft)

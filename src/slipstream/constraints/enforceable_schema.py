@@ -23,7 +23,10 @@ SIZES = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "max
 EXACT = 1 << 53  # llguidance reads numbers as floats, in which whole numbers are exact up to here
 LARGEST = (1 << 63) - 1024  # the largest float that fits llguidance's 64-bit whole numbers
 REFERENCES = 8  # that are followed one after the other, as they may form a circle
-DIGITS, DECIMALS = 15, 22  # a float read from text is exact up to so many digits, so many of them after the point
+DIGITS, DECIMALS = (
+    15,
+    22,
+)  # a float read from text is exact up to this many digits, and this many of them after the point
 
 DATE_TIME = {
     "year": r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])",
@@ -307,7 +310,7 @@ def _inside(keyword: str, value: Any, *, is_strict: bool, is_whole: bool) -> lis
 
 
 def _whole_float(bound: int, side: int, steps: int = 0) -> int:
-    """The float nearest to a whole bound on its inner side, or so many further. side: 1 for a minimum, else -1."""
+    """The float nearest to a whole bound on its inner side, or `steps` further in. side: 1 for a minimum, else -1."""
     number = float(bound)
     for _ in range(steps + ((bound - int(number)) * side > 0)):
         number = math.nextafter(number, side * math.inf)

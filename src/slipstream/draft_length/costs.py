@@ -194,7 +194,7 @@ class CostModel:
         return milliseconds * (1e-3 if self._speed is None else exp(self._speed))
 
     def reading(self, tokens: int) -> float:
-        """Seconds that the draft model takes to read so many tokens before its first step."""
+        """Seconds that the draft model takes to read this many tokens before its first step."""
         if self._seconds_per_token_read is not None:
             return tokens * self._seconds_per_token_read
         if self.token is not None:

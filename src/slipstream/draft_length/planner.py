@@ -35,10 +35,10 @@ from slipstream.draft_length.costs import CostModel, best_lengths
 LONGEST, IN_BATCH = 63, 15  # most tokens of a retrieval draft: of a row alone, and of each in a large batch
 STEPS = 8  # most steps of a draft model in a round
 SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried again
-# the share of tokens that retrieval leaves to the draft model is averaged over so many tokens, of a row and of all rows
+# the share of tokens that retrieval leaves to the draft model is averaged over this many tokens of a row, or of all
 OWN_TOKENS, ALL_TOKENS = 16, 128
-SEARCHES = 32  # the seconds that searches take and save are averaged over so many searches of a row
-PACED = 12  # a row's pace is estimated as if it had had so many more rounds, of one token each
+SEARCHES = 32  # the seconds that searches take and save are averaged over this many searches of a row
+PACED = 12  # a row's pace is estimated as if it had had this many more rounds, of one token each
 SPREAD = 0.07  # of the longest row's rounds: how far drafts move rows apart
 PRIOR_TOKENS = 64.0  # tokens of a text, before any has ended
 

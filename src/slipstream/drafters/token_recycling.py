@@ -85,8 +85,8 @@ class TokenRecyclingDrafter:
     any row goes into a shared table as well. Contexts of two and three tokens are looked up before single ones, and in
     the row's table before the shared one. Drafts are one-hot. A table holds at most 2 * SPAN contexts.
     width: alternatives stored per context. acceptance_model: if set, drafts have acceptance probabilities, learned from
-    earlier tokens of their kinds. branches: alternatives proposed beside the best of each place. fixed_tree: a chain
-    with as many alternatives beside each token as the user asked for.
+    earlier tokens of their kinds. branches: alternatives proposed next to the best of each place. fixed_tree: a chain
+    with as many alternatives next to each token as the user asked for.
     """
 
     vocab_size: int

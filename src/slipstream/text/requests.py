@@ -234,7 +234,7 @@ def texts_shown(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def check_size(name: str, texts: Iterable[str], tokenizer: Tokenizer, max_tokens: int) -> None:
-    """Refuse what cannot have so few tokens, whatever they are, before it is tokenised: that takes seconds per MB."""
+    """Refuse texts that are too long for `max_tokens` before they are tokenized, which takes seconds per MB."""
     size = sum(map(len, texts))
     if size <= max_tokens * USUAL_TOKEN_LENGTH:
         return

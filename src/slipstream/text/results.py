@@ -199,7 +199,7 @@ class Result:
     def debug(self) -> RoundLines:
         """Every round as a line: accepted, rejected and target-chosen tokens, with a legend.
 
-        Terminals and notebooks show it in colours if it is the value of a line; `print` writes it without colours.
+        Terminals and notebooks show it in colors if it is the value of a line; `print` writes it without colors.
         """
         return round_lines(self.rounds, self.tokenizer)
 

@@ -1,8 +1,8 @@
 """Shows what happened round by round, in terminals and notebooks, and writes figures and verdicts.
 
-Marks show where a token came from, so that no colour is needed. An accepted token has none, or stands between ^ signs
-if it came from a branch of a draft tree, or between = signs if a constraint forced it. Rejected tokens stand struck
-through between - signs, the target's own between + signs.
+Marks show where a token came from, so that no color is needed. An accepted token has none, except ^ around one from a
+branch of a draft tree, and = around one that a constraint forced. Rejected tokens are struck through and stand between
+-, the target's own between +.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def legend(kinds: frozenset[Kind] = frozenset()) -> Text:
 
 
 def round_line(view: RoundView) -> Text:
-    """One round as a line of coloured, marked text."""
+    """One round as a line of colored, marked text."""
     line = Text.assemble((f"{view.caption} | ", "dim"))
     for piece in view.pieces:
         before, after = MARKS[piece.kind]
@@ -145,10 +145,10 @@ def round_line(view: RoundView) -> Text:
 
 
 class RoundLines(Text):
-    """Rounds as lines that show themselves: coloured in a terminal and a notebook, with their marks in a file."""
+    """Rounds as lines that show themselves: colored in a terminal and a notebook, with their marks in a file."""
 
     def __repr__(self) -> str:
-        """The lines as an interactive Python session shows them, in colours in a terminal."""
+        """The lines as an interactive Python session shows them, in colors in a terminal."""
         console = Console(force_jupyter=False)
         if console.legacy_windows:
             return self.plain
@@ -166,7 +166,7 @@ def round_lines(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> RoundLi
 
 
 def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
-    """The text in the colours of its tokens, and a table of rounds to unfold."""
+    """The output, each token in the color of its origin, and a table of rounds to unfold."""
     all_views = list(views(rounds, tokenizer))
     kept = [piece for view in all_views for piece in view.pieces if piece.kind != "rejected"]
     text = "".join(f'<span style="{_CSS[piece.kind]}">{escape(piece.text)}</span>' for piece in kept)

@@ -156,7 +156,7 @@ class EngineChoice:
             acceptance_probs=planner is not None,
             target=target,
             bridged=models.bridged,
-            siblings=0 if refused else abs(lengths.siblings),  # -1, as many as pay: one beside each token
+            siblings=0 if refused else abs(lengths.siblings),  # -1, as many as pay: one next to each token
             fixed_tree=lengths.siblings > 0,
             depth=(lengths.count or 0) // (1 + lengths.siblings) if lengths.siblings > 0 else 0,
             steps=MAX_DRAFT_TOKENS if planner is None else STEPS,

@@ -43,7 +43,7 @@ from slipstream.version import __version__
 
 NOT_TIMED = DraftTimes()
 OF_MODELS = ("draft_vocabulary", "draft_context")  # settings that draft heads do not have
-QUANTISED = 3  # a forward reads this much less of a draft model that was quantised at load, about
+QUANTISED = 3  # a forward reads this much less of a draft model that was quantized at load, about
 
 log = logging.getLogger("slipstream")
 
@@ -121,7 +121,7 @@ class ModelPair:
         """The models as their owners have them now.
 
         If nothing was changed, this pair. If only weights have other values, this pair as well, with empty caches,
-        unless there are copies of them. A model that was changed otherwise is tried anew, as if it were another one.
+        unless there are copies of them. A model that was changed otherwise is tried again, as if it were another one.
         """
         changed = [loaded for loaded in self.loaded if loaded.view is not None and loaded.view.is_outdated()]
         if not changed:

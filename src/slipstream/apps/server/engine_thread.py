@@ -1,6 +1,6 @@
 """The thread that owns the decoder: requests come in through a mailbox, events leave once per step.
 
-No other thread touches models, caches and drafters, so nobody waits for a lock and the event loop never computes.
+No other thread touches models, caches and drafters, so no thread waits for a lock and the event loop never computes.
 Callers take turns, each caller's requests in order of arrival. While rows are under way, a step reads only as many
 prompt tokens as they can wait for.
 """
@@ -328,7 +328,7 @@ class EngineThread:
         for request, event in events:
             try:
                 request.add_event(event)
-            except Exception as error:  # else the requests behind it would wait for ever
+            except Exception as error:  # else the requests after it would wait forever
                 request.fail(error)
         notify_all(dict.fromkeys(request for request, _ in events))
         if rounds:
@@ -337,5 +337,5 @@ class EngineThread:
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the event loop is closed: nobody is left to notify
+        except RuntimeError:  # the event loop is closed: there is no one to notify
             log.debug("the event loop has ended before the engine")

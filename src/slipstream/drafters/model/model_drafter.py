@@ -230,7 +230,7 @@ class ModelDrafter:
         return _draft_of(trees, records, sampler)
 
     def _chain_length(self, tokens_per_level: int, row: Row, length: int) -> int:
-        """The depth of a tree of `length` tokens, so many of them on each level."""
+        """The depth of a tree of `length` tokens with this many on each level."""
         is_cut_short = tokens_per_level > 1 and length == row.remaining - 1  # by the end of the text
         depth = min(self.depth, length) if self.depth and is_cut_short else -(-length // tokens_per_level)
         return min(self.steps, depth)
@@ -312,7 +312,7 @@ def extended(
 
 
 def comb(tokens: Sequence[int], probs: Sequence[float] | None, leaves: Sequence[tuple[int, int, float]]) -> Tree:
-    """A chain with leaves beside its tokens: with `probs` the likeliest nodes first, else the chain before the leaves.
+    """A chain with leaves next to its tokens: with `probs` the likeliest nodes first, else the chain before the leaves.
 
     leaves: depth, token and acceptance probability.
     """
@@ -327,7 +327,7 @@ def comb(tokens: Sequence[int], probs: Sequence[float] | None, leaves: Sequence[
 
 
 def _filled(lengths: Sequence[int], chains: Sequence[DraftChain], sampler: Sampler) -> Draft:
-    """Chains, and beside them as many runners-up as there is room for, the earliest first."""
+    """Chains, and as many runners-up as there is room for, the earliest first."""
     trees = []
     for length, chain in zip(lengths, chains, strict=True):
         leaves = [
