@@ -54,7 +54,6 @@ class Output:
 
     @property
     def stats(self) -> Stats | None:
-        """Statistics over all prompts."""
         if self.results is None or self.rounds is None:
             return None
         return Stats.of(self.rounds, lossless=all(result.stats.lossless for result in self.results))

@@ -388,7 +388,6 @@ class TextChecks:
         return min(1.0, self.budget / (planned * each))
 
     def _plain_text(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """Plain decoding's text, computed once."""
         place = tuple(ids), repr(params)
         if place not in self._known:
             self._known[place] = self._plain.generate(ids, params).token_ids

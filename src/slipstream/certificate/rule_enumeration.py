@@ -168,7 +168,6 @@ class _Tree:
         return Draft(tokens, lengths, q)
 
     def error(self, emitted: Sequence[_Emitted]) -> float:
-        """The largest error of a conditional distribution."""
         ended = np.zeros((len(self.parent), VOCAB))  # mass of rounds that end with this token after the node
         alive = np.zeros(len(self.parent))  # mass of rounds that accept the node
         for row in emitted:

@@ -307,7 +307,6 @@ class RowOutcome:
 
     @property
     def accepted(self) -> list[int]:
-        """The accepted draft tokens, in order."""
         return [*self.draft[: self.num_accepted]] if self.path is None else [self.draft[node] for node in self.path]
 
     @property

@@ -137,7 +137,6 @@ class LearnedByGroup(Generic[T]):
         self._others: dict[str, T] = {}
 
     def of(self, group: str) -> T:
-        """The memory of a group."""
         if not group:
             return self.default
         memory = self._others.pop(group, None)
@@ -149,5 +148,4 @@ class LearnedByGroup(Generic[T]):
         return memory
 
     def forget_others(self) -> None:
-        """Drop all but the default group's."""
         self._others.clear()

@@ -133,7 +133,6 @@ class Stats:
         return self.num_output_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def __repr__(self) -> str:
-        """Shows the most important figures."""
         drafts = "nothing drafted" if self.acceptance_rate is None else f"{percent(self.acceptance_rate)} accepted"
         rounds = f"{self.block_efficiency:.1f} per forward, {drafts}"
         tokens, speed = counted(self.num_output_tokens, "token"), f"{self.tokens_per_second:.1f} tokens per second"
@@ -169,7 +168,6 @@ class Result:
         return self.text
 
     def __repr__(self) -> str:
-        """The beginning of the text and how it came about."""
         efficiency = f"{self.stats.block_efficiency:.1f} per forward"
         end = self.finish_reason if self.error is None else f"error: {self.error}"
         return f"Result({_shortened(self.text)!r}, {counted(len(self.token_ids), 'token')}, {efficiency}, {end})"
@@ -364,7 +362,6 @@ def chunks_of(row: Row, rounds: Iterable[Round], tokenizer: Tokenizer | None) ->
 
 
 def _shortened(text: str) -> str:
-    """A text, cut to what a line shows."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 

@@ -21,7 +21,6 @@ class VocabularyInfo:
 
     @staticmethod
     def of(model: RunningModel) -> VocabularyInfo:
-        """The vocabulary of a loaded model."""
         return VocabularyInfo(model.name, model.backend.vocab_size, model.end_ids, model.tokenizer)
 
 

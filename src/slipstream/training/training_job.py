@@ -203,7 +203,6 @@ class TrainingJob:
     def _first_state(
         self, frozen: FrozenTarget, texts: Sequence[MadeText], learned: Sequence[MadeText], held: Sequence[MadeText]
     ) -> State:
-        """The state before the first step."""
         settings, target = self.settings, frozen.target
         token_ids = draft_vocabulary(learned, held, target.backend.vocab_size)
         config = new_head(target, LONGEST + STEPS, token_ids)

@@ -58,7 +58,6 @@ class State:
     losses: list[float] = field(default_factory=list)  # since the last judgement
 
     def save(self, folder: Path) -> None:
-        """Replace the state that the folder holds."""
         buffer = io.BytesIO()  # torch.save does not always say that a disk is full
         torch.save(vars(self), buffer)
         with replaced(folder / STATE) as partial:
@@ -148,7 +147,6 @@ class TrainingRun:
             yield state
 
     def save(self) -> None:
-        """Save the state, from which another run continues."""
         begun, state = monotonic(), self.state
         state.weights = {name: weight.detach() for name, weight in self.head.weights.items()}
         state.optimisers = [optimizer.state_dict() for optimizer, _ in self._optimizers]

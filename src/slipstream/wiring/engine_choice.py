@@ -75,7 +75,6 @@ class EngineChoice:
 
     @property
     def traits(self) -> Traits:
-        """The drafter's declared traits."""
         return drafters.traits_of(self.drafter)
 
     @property

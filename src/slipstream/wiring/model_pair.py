@@ -179,7 +179,6 @@ class ModelPair:
 
     @property
     def shapes(self) -> Shapes:
-        """The target's forward shapes."""
         return self.target_session.shapes
 
     def set_attended_lengths(self) -> None:
@@ -217,7 +216,6 @@ class ModelPair:
                 loaded.view.compare_copies()
 
     def forget(self) -> None:
-        """Drop what is cached."""
         for session in (self.target_session, self.draft_session):
             if session is not None:
                 session.forget()

@@ -31,7 +31,6 @@ class PromptScores:
 
     @property
     def finished(self) -> bool:
-        """True if every token has its log-probability."""
         return len(self.values) >= len(self.row.tokens) - 1
 
     @torch.inference_mode()

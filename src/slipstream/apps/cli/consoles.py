@@ -41,7 +41,6 @@ class Stream(Console):
             yield segment if segment.control else Segment(harmless(segment.text), segment.style)
 
     def on_broken_pipe(self) -> NoReturn:
-        """Raise the error that is being handled."""
         raise
 
     def sentence(self, text: str | Text, style: str | None = None) -> None:

@@ -108,7 +108,6 @@ def _read(flag: str, file: Path) -> str:
 
 
 def _prediction(path: str | None) -> str | None:
-    """The content of --prediction's file."""
     if path is None:
         return None
     if not (text := _read("--prediction", Path(path))):

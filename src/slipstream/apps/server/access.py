@@ -104,7 +104,6 @@ class KeyFile:
         self._version, self._keys = self._current_version(), ApiKeys.read(file)
 
     def keys(self) -> ApiKeys:
-        """The current keys."""
         if (version := self._current_version()) != self._version:
             self._version = version
             try:

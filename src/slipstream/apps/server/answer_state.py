@@ -56,12 +56,10 @@ class ChoiceState:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt's token ids."""
         return self.job.row.tokens[: self.job.row.prompt_length]
 
     @property
     def token_ids(self) -> list[int]:
-        """The answer's token ids so far."""
         return [token for round in self.rounds for token in round.tokens]
 
     @property

@@ -131,7 +131,6 @@ class AnswerWriter(ABC):
         return {"choices": [], "usage": usage(self.choices, self._n)} if self._options.include_usage else None
 
     def whole(self) -> dict[str, Any]:
-        """The finished answer in one object."""
         answer: dict[str, Any] = self._head | {"object": self.whole_kind}
         answer["choices"] = [self.whole_choice(choice) for choice in self.choices]
         answer["usage"] = usage(self.choices, self._n)

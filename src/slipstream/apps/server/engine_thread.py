@@ -80,7 +80,6 @@ class FairQueue:
         return job
 
     def remove(self, job: Job) -> None:
-        """Remove a job, if it waits."""
         requests = self._callers.get(job.request.caller, OrderedDict())
         line = requests.get(job.request, deque())
         if job in line:
@@ -145,7 +144,6 @@ class EngineThread:
             self._wake.notify()
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of the thread."""
         self._thread.join(timeout)
 
     @property

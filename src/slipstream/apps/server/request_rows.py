@@ -117,7 +117,6 @@ def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Co
 
 
 def _response_schema(fields: SamplingFields) -> dict[str, Any]:
-    """The schema of `response_format`."""
     form = fields.response_format
     assert form is not None
     if form.type == "json_object":

@@ -64,7 +64,6 @@ class Advice:
 
     @property
     def sentence(self) -> str:
-        """The advice in words."""
         text = f"batch {self.batch}: do not speculate (plain decoding, {self.plain.value:.1f} tok/s)"
         if self.best is not None and (speed_up := self.best.measured) is not None:
             interval = "" if speed_up.low is None else f" ({speed_up.low:.2f} to {speed_up.high:.2f})"
@@ -187,7 +186,6 @@ class Tuned:
         return [(advice, result) for advice in self.advice for result in advice.others if result.failed]
 
     def to_dict(self) -> dict[str, Any]:
-        """All advice, for JSON."""
         return {"advice": [advice.to_dict() for advice in self.advice], "unmeasured": list(self.unmeasured)}
 
 
