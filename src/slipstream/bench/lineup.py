@@ -318,18 +318,14 @@ class Runner:
             output, seconds = self._timed.run(measurement.arm, prompts, params, measurement.batch)
         except Exception as error:  # whatever a model or a drafter may raise: this run failed, the others go on
             return replace(empty, error=with_class(error))
-        return _finished(empty, output, seconds, judge, measurement)
-
-
-def _finished(empty: Run, output: Output, seconds: float, judge: Judge, measurement: Measurement) -> Run:
-    return replace(
-        empty,
-        seconds=seconds,
-        num_output_tokens=sum(map(len, output.texts)),
-        texts=output.texts,
-        verdicts=judge.judge(measurement.arm, measurement.group, output.texts),
-        stats=None if output.stats is None else output.stats.to_dict(),
-        rounds=None if output.rounds is None else [compact(decoded) for decoded in output.rounds],
-        num_forwards=output.num_forwards,
-        parts=output.parts,
-    )
+        return replace(
+            empty,
+            seconds=seconds,
+            num_output_tokens=sum(map(len, output.texts)),
+            texts=output.texts,
+            verdicts=judge.judge(measurement.arm, measurement.group, output.texts),
+            stats=None if output.stats is None else output.stats.to_dict(),
+            rounds=None if output.rounds is None else [compact(decoded) for decoded in output.rounds],
+            num_forwards=output.num_forwards,
+            parts=output.parts,
+        )

@@ -191,16 +191,13 @@ class TokenRecyclingDrafter:
         return CHANCES[kind]
 
     def _tables(self, row: Row) -> tuple[FollowerTable, FollowerTable]:
-        return self._table(row), self._commons.of(row.group)
-
-    def _table(self, row: Row) -> FollowerTable:
         table = self._row_tables.get(row)
         if table is None:
             table = self._row_tables[row] = FollowerTable(self.width)
             # the newest of the text, as much as the table can hold
             for end in range(max(1, len(row.tokens) - SPAN), len(row.tokens)):
                 table.enter(self._contexts(row.tokens[max(0, end - CONTEXT) : end]), row.tokens[end : end + 1])
-        return table
+        return table, self._commons.of(row.group)
 
     def _contexts(self, text: Sequence[int]) -> list[int]:
         """The last 1, 2, ... CONTEXT tokens of a text, each as one number."""

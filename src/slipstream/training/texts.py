@@ -120,7 +120,13 @@ class TextMaker:
         self.begins_with = ANSWERING if sources else INVENTING
         self._only_texts = bool(sources) and all(source.prompt is None for source in sources)
         for source in sources:  # before anything is generated
-            self._check(source)
+            try:
+                if source.prompt is None:
+                    decoder.encode(source.text)
+                else:
+                    decoder.rows([source.prompt], SamplingParams(max_tokens=1), chat=source.chat)
+            except UsageError as error:
+                raise UsageError(f"{source.where}: {error}") from error
 
     def make(
         self, first: int, count: int, show: ShowRound = lambda *_: None, is_over: IsOver = lambda: False
@@ -203,15 +209,6 @@ class TextMaker:
             seed=key(self._seed, number, 1) >> 1,
         )
         return self._decoder.rows([row.tokens], params)[0]
-
-    def _check(self, source: Source) -> None:
-        try:
-            if source.prompt is None:
-                self._decoder.encode(source.text)
-            else:
-                self._decoder.rows([source.prompt], SamplingParams(max_tokens=1), chat=source.chat)
-        except UsageError as error:
-            raise UsageError(f"{source.where}: {error}") from error
 
 
 def refuse_without_template(tokenizer: Tokenizer | None, name: str) -> None:

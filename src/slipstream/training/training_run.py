@@ -91,7 +91,10 @@ class TrainingRun:
         self.head, self.state = head, state
         self._folder, self._texts, self._seed, self._max_seconds = folder, texts, seed, state.max_seconds
         self._device = head.target.device
-        matrices, others = _matrices_and_others(head)
+        named = list(head.weights.items())
+        # Muon trains matrices, except the output layer, whose rows are tokens
+        matrices = [weight for name, weight in named if weight.dim() == 2 and name != "lm_head"]
+        others = [weight for name, weight in named if weight.dim() != 2 or name == "lm_head"]
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = [
             (torch.optim.Muon(matrices, lr=RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), RATE),
             (torch.optim.AdamW(others, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0), OTHERS_RATE),
@@ -229,10 +232,3 @@ def batches(texts: Sequence[MadeText], device: torch.device) -> list[Batch]:
         else:
             groups.append([text])
     return [Batch.padded([(text.ids, text.start) for text in group], device) for group in groups]
-
-
-def _matrices_and_others(head: TrainableHead) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights that Muon trains, and the rest: norms, and the output layer, whose rows are tokens."""
-    named = list(head.weights.items())
-    matrices = [weight for name, weight in named if weight.dim() == 2 and name != "lm_head"]
-    return matrices, [weight for name, weight in named if weight.dim() != 2 or name == "lm_head"]

@@ -276,20 +276,16 @@ def handle(chat: Chat, line: str) -> None:
     try:
         if line.startswith("/"):
             name, *rest = text.split(maxsplit=1)
-            _run(chat, name, "".join(rest))
+            command, argument = find(name), "".join(rest)
+            if argument and command.usage in COMMANDS:
+                raise UsageError(f"{name} {argument}; allowed: {name} alone")
+            command.run(chat, argument)
         elif text:
             chat.ask(text)
     except SlipstreamError as error:
         chat.display.error(one_line(error))
     except KeyboardInterrupt:
         chat.display.remark("interrupted")
-
-
-def _run(chat: Chat, name: str, argument: str) -> None:
-    command = find(name)
-    if argument and command.usage in COMMANDS:
-        raise UsageError(f"{name} {argument}; allowed: {name} alone")
-    command.run(chat, argument)
 
 
 def complete(text: str) -> list[str]:

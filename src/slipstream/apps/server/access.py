@@ -184,7 +184,17 @@ class Access:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
                 self._count(scope, message["status"])
-                _log_refusal(scope, message["status"])
+                state = scope["state"]
+                if "refusal" in state:
+                    log.info(
+                        "request method=%s endpoint=%s status=%d client=%s key=%s reason=%s",
+                        scope["method"],
+                        shortened(quote(scope["path"])),  # without the query, which may have a key
+                        message["status"],
+                        json.dumps(state["client"]),
+                        key_name(state.get("owner", "")),
+                        json.dumps(state["refusal"]),
+                    )
             await send(message)
 
         return sending
@@ -246,21 +256,6 @@ class Access:
         if host and not (name and (any_name or name in names or is_address(name))):
             raise ApiError(403, f"host {host!r:.80} is not served here; see --allowed-host")
         return host
-
-
-def _log_refusal(scope: Scope, status: int) -> None:
-    """Log one line for a request that was refused before any work was done for it."""
-    state = scope["state"]
-    if "refusal" in state:
-        log.info(
-            "request method=%s endpoint=%s status=%d client=%s key=%s reason=%s",
-            scope["method"],
-            shortened(quote(scope["path"])),  # without the query, which may have a key
-            status,
-            json.dumps(state["client"]),
-            key_name(state.get("owner", "")),
-            json.dumps(state["refusal"]),
-        )
 
 
 def key_name(owner: str) -> str:

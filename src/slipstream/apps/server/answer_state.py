@@ -80,7 +80,10 @@ class ChoiceState:
         elif isinstance(event, Scored):
             self.prompt_logprobs = event.logprobs
         elif isinstance(event, Ended) and self.finish_reason is None:
-            return self._end(event)
+            if event.reason in ("error", "cancelled"):
+                raise _failure(event, self.job.limits)
+            self.finish_reason = event.reason
+            return Piece(self.job.choice, "", finish_reason=event.reason)
         return None
 
     def _commit(self, round: Round, text: str) -> Piece | None:
@@ -90,12 +93,6 @@ class ChoiceState:
         self.text += text
         self.finish_reason = round.finish_reason
         return Piece(self.job.choice, text, round.tokens, round.logprobs, round, round.finish_reason)
-
-    def _end(self, event: Ended) -> Piece:
-        if event.reason in ("error", "cancelled"):
-            raise _failure(event, self.job.limits)
-        self.finish_reason = event.reason
-        return Piece(self.job.choice, "", finish_reason=event.reason)
 
 
 def _failure(event: Ended, limits: str | None) -> ApiError:

@@ -188,7 +188,10 @@ class EngineThread:
         with self._wake:
             while not (self._stopping or self._mail or self._running or self._scoring or self._queue):
                 self._wake.wait()
-                self._gather()
+                # rows that begin together share all their rounds, so wait a moment for the rest of a burst
+                deadline = monotonic() + GATHER_SECONDS
+                while not self._stopping and self._is_more_coming() and (remaining := deadline - monotonic()) > 0:
+                    self._wake.wait(remaining)
             mail, self._mail = self._mail, deque()
         for what, job in mail:
             if what == "submit":
@@ -196,12 +199,6 @@ class EngineThread:
             elif not job.over:
                 self._cancel(job)
         return not self._stopping
-
-    def _gather(self) -> None:
-        """Wait a moment for the rest of a burst after idleness: rows that begin together share all their rounds."""
-        deadline = monotonic() + GATHER_SECONDS
-        while not self._stopping and self._is_more_coming() and (remaining := deadline - monotonic()) > 0:
-            self._wake.wait(remaining)
 
     def _cancel(self, job: Job) -> None:
         self._queue.remove(job)
