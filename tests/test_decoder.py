@@ -352,9 +352,8 @@ def test_a_stream_gives_text_as_it_comes(decoder: SpeculativeDecoder) -> None:
     for chunk in made.stream("hello", PARAMS):
         shown += chunk.text
         seen += chunk.token_ids
-        assert shown == LETTERS.decode(
-            seen, skip_special_tokens=True
-        )  # one character per token, so no text is held back
+        # one character per token, so no text is held back
+        assert shown == LETTERS.decode(seen, skip_special_tokens=True)
     assert shown == made.generate("hello", PARAMS).text
 
 

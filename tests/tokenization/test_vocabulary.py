@@ -140,9 +140,8 @@ def test_tokenizers_that_split_text_differently_fit_with_a_note() -> None:
 def test_a_folder_is_inspected_as_it_would_be_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load(str(folder), LoadOptions(fast=False))
     expected = VocabularyInfo.of(whole)
-    monkeypatch.setattr(
-        transformers.AutoModelForCausalLM, "from_pretrained", None
-    )  # from here on, loading weights raises
+    # from here on, loading weights raises
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     info = inspect_vocabulary(str(folder))
     assert (info.name, info.head_size, info.end_ids) == (expected.name, VOCAB + 5, (1, 4))
     assert info.end_ids == expected.end_ids

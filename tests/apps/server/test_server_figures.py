@@ -89,9 +89,8 @@ def test_tokenize_and_detokenize_mirror_each_other(server: RunningServer) -> Non
     assert tokenized == {"tokens": [*"héron".encode()], "count": 6, "max_model_len": 4096}
     assert server.http.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": "héron"}
     lines = {"messages": [{"role": "user", "content": text} for text in ("a", "b")], "add_special_tokens": False}
-    assert server.http.post("/tokenize", json=lines).json()["tokens"] == [
-        *b"a\nb"
-    ]  # without a chat template, messages are joined by newlines
+    # without a chat template, messages are joined by newlines
+    assert server.http.post("/tokenize", json=lines).json()["tokens"] == [*b"a\nb"]
     for path, body in (
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
@@ -109,11 +108,8 @@ def test_the_small_endpoints_answer(server: RunningServer) -> None:
     assert server.http.get("/health").json() == {"status": "ready"} == server.http.get("/live").json()
     assert set(server.http.get("/version").json()) == {"version"}
     card = server.http.get("/v1/models/toy").json()
-    assert (
-        card["id"] == "toy"
-        and card["max_model_len"] == 4096
-        and card == server.http.get("/v1/models").json()["data"][0]
-    )
+    assert card["id"] == "toy" and card["max_model_len"] == 4096
+    assert card == server.http.get("/v1/models").json()["data"][0]
 
 
 @subcases(

@@ -103,9 +103,8 @@ def test_openais_client_retries_a_temporary_refusal_by_itself(gate: Gate) -> Non
 def test_a_request_that_waits_too_long_is_refused(gate: Gate) -> None:
     with one_at_a_time(gate) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
-        server.service.settings = replace(
-            server.service.settings, queue_timeout=0.05
-        )  # the first request no longer waits
+        # the first request no longer waits
+        server.service.settings = replace(server.service.settings, queue_timeout=0.05)
         answer = server.complete()
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_timeout"
         assert answer.headers["retry-after"]
@@ -445,9 +444,8 @@ def test_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> None:
             gate.opened.set()
             server.wait_until(lambda: running() == 2)
             assert server.complete("The sparrow", max_tokens=5).status_code == 200
-            assert (
-                server.call(running) == 2 and len(server.service.live) == 1
-            )  # the short request started and ended in between
+            # the short request started and ended in between
+            assert server.call(running) == 2 and len(server.service.live) == 1
         assert answers[0].status_code == 200 and len(answers[0].json()["choices"]) == 16
 
 
