@@ -34,11 +34,9 @@ LLAMACPP = {
     *("--spec-type", "--spec-draft-model", "--spec-draft-n-max", "--spec-draft-n-min", "--spec-draft-p-min"),
     *("--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"),
 }
-MODEL, HYBRID, AUTO = (
-    Candidate("model", 4, "my models/d"),
-    Candidate("hybrid", None, "d"),
-    Candidate("auto", None, "d.gguf"),
-)
+MODEL = Candidate("model", 4, "my models/d")
+HYBRID = Candidate("hybrid", None, "d")
+AUTO = Candidate("auto", None, "d.gguf")
 EVERY = [MODEL, HYBRID, AUTO, Candidate("auto"), Candidate("ngram", 3), Candidate("suffix", 5)]
 
 

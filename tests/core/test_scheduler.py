@@ -128,12 +128,10 @@ def test_a_row_that_takes_over_anothers_cached_tokens_is_caught(monkeypatch: pyt
     def careless(table: Any, slot: int, new_row: Row) -> None:
         state = table.states[slot]
         if state.row is not None and state.row is not new_row and new_row is rows[1]:
-            state.row, state.base, state.written, state.round = (
-                new_row,
-                new_row.prompt_length - 1,
-                new_row.prompt_length - 1,
-                0,
-            )
+            state.row = new_row
+            state.base = new_row.prompt_length - 1
+            state.written = new_row.prompt_length - 1
+            state.round = 0
         assign_slot(table, slot, new_row)
 
     monkeypatch.setattr(type(scheduler.engine.target.table), "assign_slot", careless)

@@ -98,10 +98,8 @@ def test_a_vocabulary_without_known_bytes_is_not_usable() -> None:
 def test_without_two_tokenizers_the_heads_decide(
     has_target_tokenizer: bool, has_draft_tokenizer: bool, lacking: str, draft: int
 ) -> None:
-    a, b = (
-        loaded(made=tokenizer() if has_target_tokenizer else None),
-        loaded(draft, tokenizer() if has_draft_tokenizer else None),
-    )
+    a = loaded(made=tokenizer() if has_target_tokenizer else None)
+    b = loaded(draft, tokenizer() if has_draft_tokenizer else None)
     report = compare_vocabularies(a, b)
     assert report.usable == (draft == VOCAB) and f"the {lacking} came without a tokenizer" in report.verdict
     if not report.usable:

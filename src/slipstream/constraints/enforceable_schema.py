@@ -23,10 +23,8 @@ SIZES = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "max
 EXACT = 1 << 53  # llguidance reads numbers as floats, in which whole numbers are exact up to here
 LARGEST = (1 << 63) - 1024  # the largest float that fits llguidance's 64-bit whole numbers
 REFERENCES = 8  # that are followed one after the other, as they may form a circle
-DIGITS, DECIMALS = (
-    15,
-    22,
-)  # a float read from text is exact up to this many digits, and this many of them after the point
+DIGITS = 15  # a float read from text is exact up to this many digits
+DECIMALS = 22  # and this many of them after the point
 
 DATE_TIME = {
     "year": r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])",
