@@ -42,14 +42,14 @@ class RayJob:
         digests = RequestDigest(self.spec.options, self.spec.config.acceptance)
         with JobState(self.files, digests, self.report) as state:
             if lines := {line.number: line for line in state.pending()}:
-                try:
-                    with _connected(ray, self.options.ray):
+                with _connected(ray, self.options.ray):
+                    try:
                         for block in self._blocks(ray, lines):
                             self._write(state, lines, block)
                             on_progress(state.tick())
-                except ray.exceptions.RayError as error:
-                    why = f"Ray failed: {_reason(error)}; finished answers stay in the output"
-                    raise SlipstreamError(why) from error
+                    except ray.exceptions.RayError as error:
+                        why = f"Ray failed: {_reason(error)}; finished answers stay in the output"
+                        raise SlipstreamError(why) from error
                 if lines:
                     raise SlipstreamError(f"Ray lost {len(lines)} lines; run the same command again to answer them")
             state.tick()
