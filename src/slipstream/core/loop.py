@@ -97,15 +97,13 @@ class Engine:
         try:
             room = self._room(rows, forced)
             for source in sources:
-                wanted_lengths = self.policy.lengths(rows, source, draft, room)
+                wanted = self.policy.lengths(rows, source, draft, room)
                 for place, row in enumerate(rows):
                     if row.params.num_draft_tokens is not None and not draft.lengths[place]:
-                        wanted_lengths[place] = room[
-                            place
-                        ]  # the request's own length, for the first source that has something
-                if any(wanted_lengths):  # tuples, so that a drafter cannot change the batch
-                    proposed = source.drafter.propose(tuple(rows), tuple(wanted_lengths), batch.sampler)
-                    draft = Draft.where([not length for length in wanted_lengths], draft, proposed)
+                        wanted[place] = room[place]  # the request's own length, for the first source that has something
+                if any(wanted):  # tuples, so that a drafter cannot change the batch
+                    proposed = source.drafter.propose(tuple(rows), tuple(wanted), batch.sampler)
+                    draft = Draft.where([not length for length in wanted], draft, proposed)
             draft = self.policy.worth_verifying(rows, draft)
         finally:
             for row, tokens in zip(rows, forced or (), strict=False):

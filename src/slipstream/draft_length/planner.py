@@ -70,8 +70,8 @@ class Worth(NamedTuple):
     def of_draft(self, probs: Sequence[float], depths: Sequence[int], common: float) -> list[float]:
         """The expected worth of a draft's tokens, which never rises from one to the next.
 
-        probs: each token's probability of being accepted; depths: number of draft tokens before it in the text. common:
-        tokens that all rows gain, which put no row ahead.
+        probs: each token's probability of being accepted; depths: number of draft tokens before it in the text.
+        common: tokens that all rows gain, which put no row ahead.
         """
         worths = (self.of(max(0.0, depth + 1 - common)) for depth in depths)
         return list(accumulate(map(mul, worths, probs), min))
@@ -109,9 +109,9 @@ def lengths_without_costs(lengths: Sequence[int], draft: Draft, room: Sequence[i
 
     It must be expected to add 1.2 tokens, or 60 % of a short draft.
     """
-    wanted_lengths = map(min, lengths, room)
+    wanted = map(min, lengths, room)
     promised = (sum(probs or ()) for probs in draft.acceptance_probs)
-    return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(wanted_lengths, promised, strict=True)]
+    return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(wanted, promised, strict=True)]
 
 
 class TextLengths:
