@@ -69,20 +69,7 @@ def test_empty_prompt_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
 
 @subcases(
     "prompt",
-    [
-        [[]],
-        ["a", []],
-        None,
-        5,
-        1.5,
-        {"role": "user"},
-        b"bytes",
-        [1, "a"],
-        ["a", 1],
-        [1, None],
-        [1.0, 2.0],
-        [True, 1],
-    ],
+    [[[]], ["a", []], None, 5, 1.5, {"role": "user"}, b"bytes", [1, "a"], ["a", 1], [1, None], [1.0, 2.0], [True, 1]],
     ids=repr,
 )
 def test_prompt_of_the_wrong_type_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
@@ -365,9 +352,8 @@ def test_a_stream_gives_text_as_it_comes(decoder: SpeculativeDecoder) -> None:
     for chunk in made.stream("hello", PARAMS):
         shown += chunk.text
         seen += chunk.token_ids
-        assert shown == LETTERS.decode(
-            seen, skip_special_tokens=True
-        )  # one character per token, so no text is held back
+        # one character per token, so no text is held back
+        assert shown == LETTERS.decode(seen, skip_special_tokens=True)
     assert shown == made.generate("hello", PARAMS).text
 
 

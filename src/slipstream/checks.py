@@ -119,7 +119,7 @@ def explained_fields(cls: Any, settings: Any = None) -> Any:
 
 
 def changed_repr(settings: Any) -> str:
-    """The repr of a dataclass of settings: what differs from the defaults."""
+    """The repr of a dataclass of settings, with the fields that differ from the defaults."""
     defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(settings)}
     shown = {f.name: getattr(settings, f.name) for f in fields(settings) if f.repr}
     changed = [f"{name}={value!r}" for name, value in shown.items() if value != defaults[name]]

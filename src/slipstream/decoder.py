@@ -75,7 +75,7 @@ OTHER_NAMES = {  # of other libraries, and what to write here
 
 @dataclass(frozen=True)
 class _OpenParts:
-    """What an open decoder works with; closing drops it."""
+    """The parts of an open decoder; closing drops them."""
 
     models: ModelPair
     use: ExclusiveUse  # the lock of the models
@@ -230,10 +230,7 @@ class SpeculativeDecoder:
         return results[0] if prompts.single else results
 
     def chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Result:
         """Answer a conversation: dictionaries with role and content, the last one usually the user's.
 
@@ -486,8 +483,8 @@ class SpeculativeDecoder:
     def score_prompt(self, scores: PromptScores | None, row: Row, count: int, budget: int) -> PromptScores:
         """Log-probabilities of a row's own tokens, about `budget` more of them in each call.
 
-        scores: what the previous call returned, None at first. count: how many of the likeliest tokens to report for
-        each. It uses the cache slot after those of a full batch.
+        scores: the previous call's result, None at first. count: number of likeliest tokens to report for each. Uses
+        the cache slot after those of a full batch.
         """
         with self._turn():
             scores = scores or PromptScores(self._target_session, self.config.max_batch_size, row, count)
@@ -512,9 +509,9 @@ class SpeculativeDecoder:
     @property
     def drafter(self) -> Drafter | None:
         """The drafter in use: the caller's object, or else the last source that is asked; None if nothing drafts."""
-        given, sources = self._parts.drafter, self.sources
-        if not isinstance(given, str):
-            return given
+        requested, sources = self._parts.drafter, self.sources
+        if not isinstance(requested, str):
+            return requested
         return sources[-1].drafter if sources else None
 
     @property
@@ -545,7 +542,7 @@ class SpeculativeDecoder:
 
     @property
     def traits(self) -> Traits:
-        """What the drafter in use declares about itself."""
+        """The declared traits of the drafter in use."""
         return self._parts.choice.traits
 
     @property
@@ -569,11 +566,11 @@ class SpeculativeDecoder:
         return self._target_session.prefill_tokens
 
     def tokens_in_memory(self) -> tuple[int, int]:
-        """How many tokens the KV caches hold in all their slots: the target's and the draft model's."""
+        """Numbers of tokens that the KV caches hold in all their slots: the target's and the draft model's."""
         return self._models.tokens_in_memory()
 
     def num_cached_tokens(self, row: Row) -> int:
-        """How many tokens of a row that begins now are in the target's KV cache already."""
+        """Number of tokens of a row that begins now that are in the target's KV cache already."""
         with self._use:
             table = self._target_session.table
             return max((table.reusable_prefix(slot, row) for slot in range(len(table.states))), default=0)

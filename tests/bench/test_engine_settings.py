@@ -34,11 +34,9 @@ LLAMACPP = {
     *("--spec-type", "--spec-draft-model", "--spec-draft-n-max", "--spec-draft-n-min", "--spec-draft-p-min"),
     *("--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"),
 }
-MODEL, HYBRID, AUTO = (
-    Candidate("model", 4, "my models/d"),
-    Candidate("hybrid", None, "d"),
-    Candidate("auto", None, "d.gguf"),
-)
+MODEL = Candidate("model", 4, "my models/d")
+HYBRID = Candidate("hybrid", None, "d")
+AUTO = Candidate("auto", None, "d.gguf")
 EVERY = [MODEL, HYBRID, AUTO, Candidate("auto"), Candidate("ngram", 3), Candidate("suffix", 5)]
 
 
@@ -92,10 +90,8 @@ def test_look_ups_keep_their_lengths_and_bounds() -> None:
     value, sglang, _, _ = parsed(Candidate("suffix", 5))
     assert value["method"] == "suffix" and value["suffix_decoding_min_token_prob"] == 0.05
     assert sglang["--speculative-ngram-match-type"] == "PROB"
-    assert (
-        parsed(Candidate("auto"))[0]["method"] == "suffix"
-        and parsed(Candidate("auto"))[0]["num_speculative_tokens"] == 7
-    )
+    assert parsed(Candidate("auto"))[0]["method"] == "suffix"
+    assert parsed(Candidate("auto"))[0]["num_speculative_tokens"] == 7
 
 
 def test_settings_without_a_counterpart_are_named_in_a_comment() -> None:
@@ -181,9 +177,8 @@ def test_a_draft_head_gets_the_name_that_the_engine_uses(
     if algorithm is not None:
         assert sglang["--speculative-draft-model-path"] == folder and sglang["--speculative-num-draft-tokens"] == "5"
         assert ("--speculative-num-steps" in sglang) == (kind not in ("dflash", "dflash2", "dspark"))
-    assert llamacpp.get("--spec-type") == spec_type and ("llama.cpp runs no draft heads" in notes) == (
-        spec_type is None
-    )
+    assert llamacpp.get("--spec-type") == spec_type
+    assert ("llama.cpp runs no draft heads" in notes) == (spec_type is None)
     assert ("drafts token by token" in notes) == (kind == "pard")
 
 

@@ -10,12 +10,8 @@ SLOW, FAST, EVEN = [0.9, 1.0, 1.1, 1.0], [0.45, 0.5, 0.55, 0.5], [1.1, 0.7, 1.3,
 
 def test_every_arm_is_compared_with_plain_decoding_at_its_temperature() -> None:
     reference_of = references(["none~0", "none~0.8", "ngram@2~0", "ngram@2~0.8", "hf", "model@4~0.3"], "none~0")
-    assert [reference_of[name] for name in ("ngram@2~0", "ngram@2~0.8", "model@4~0.3", "hf")] == [
-        "none~0",
-        "none~0.8",
-        "none~0",
-        "none~0",
-    ]
+    arms = ("ngram@2~0", "ngram@2~0.8", "model@4~0.3", "hf")
+    assert [reference_of[name] for name in arms] == ["none~0", "none~0.8", "none~0", "none~0"]
     runs = [*timed("none~0", SLOW), *timed("none~0.8", FAST), *timed("ngram@2~0.8", SLOW)]
     speeds = {summary.arm: summary.speed for summary in summarize_by_temperature(runs, "none~0")}
     assert list(speeds) == ["none~0", "none~0.8", "ngram@2~0.8"]

@@ -147,9 +147,8 @@ def test_texts_of_llama_cpp_are_compared_and_its_prompts_timed_separately(
     assert {run.batch for run in llama_runs} == {1} and {v for run in llama_runs for v in run.verdicts} == {"identical"}
     by_arm = {summary.arm: summary for summary in summarize(runs, "llama") if summary.batch == 1}
     split = by_arm["llama"].time_split
-    assert (
-        split is not None and split["prefill"] > 0 and split["verify"] > 0 and sum(split.values()) == pytest.approx(1)
-    )
+    assert split is not None and split["prefill"] > 0 and split["verify"] > 0
+    assert sum(split.values()) == pytest.approx(1)
     assert by_arm["llama"].block_efficiency == 1.0 and by_arm["llama"].stats is None
     assert read_records(tmp_path)[1] == runs
 

@@ -241,10 +241,8 @@ def test_arms_take_turns_before_the_next_repeat() -> None:
         (measurement.batch, measurement.group.ids[0], measurement.repeat, measurement.arm.name)
         for measurement in plan(arms, PROMPTS[:2], [1, 2], 2)
     ]
-    alone, together = (
-        ("none", "hf-lookup", "ngram"),
-        ("none", "ngram"),
-    )  # transformers' own works for a single prompt only
+    # transformers' own works for a single prompt only
+    alone, together = (("none", "hf-lookup", "ngram"), ("none", "ngram"))
     assert order == [
         *((1, prompt, repeat, arm) for prompt in ("a/1", "a/2") for repeat in (0, 1) for arm in alone),
         *((2, "a/1", repeat, arm) for repeat in (0, 1) for arm in together),

@@ -176,12 +176,8 @@ def test_inline_charts_on_one_page_share_no_ids() -> None:
     assert ids and not set(ids) & set(re.findall(r'\bid="([^"]+)"', second))
     used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', first)
     assert used and all((a or b) in ids for a, b in used)
-    assert (
-        "currentColor" in first
-        and "var(--grid)" in first
-        and "<style" not in first
-        and "costs $5 &amp; &lt;more&gt;" in first
-    )
+    assert "currentColor" in first and "var(--grid)" in first and "<style" not in first
+    assert "costs $5 &amp; &lt;more&gt;" in first
     assert ET.fromstring(first).attrib["aria-label"] == "T"
 
 
@@ -388,9 +384,8 @@ def test_the_report_lists_settings_that_differ_from_the_defaults(folder: Path) -
         "params": header.settings["params"] | {"top_k": 5},
     }
     listed = dict(settings_table(replace(header, settings=header.settings | changed)))
-    assert (
-        listed["fast"] == "no" and listed["top k"] == "5" and "top p" not in listed and listed["draft model"] == "toy:2"
-    )
+    assert listed["fast"] == "no" and listed["top k"] == "5" and "top p" not in listed
+    assert listed["draft model"] == "toy:2"
     assert "Prompt lookup" in describe("ngram@2") and describe("ngram@2").endswith("2 tokens per draft")
     assert all(describe(name) for name in (*BASELINES, "auto@chain", "model@4x2/match.plain", "auto.predicted"))
 
@@ -426,9 +421,8 @@ def test_charts_with_fewer_than_three_points_are_left_out() -> None:
     )
     assert charts(data) == []
     data = folder_of(("none", [2.0]), ("ngram@1", [1.0]), ("ngram@2", [1.0]))
-    assert [chart.name for chart in charts(data)] and all(
-        sum(len(line.points) for line in chart.lines) >= 3 for chart in charts(data)
-    )
+    assert [chart.name for chart in charts(data)]
+    assert all(sum(len(line.points) for line in chart.lines) >= 3 for chart in charts(data))
 
 
 def test_a_failed_arm_has_no_speed_and_its_error_is_shown(tmp_path: Path) -> None:

@@ -96,7 +96,6 @@ def test_figures_are_listed_if_columns_do_not_fit() -> None:
 
 def test_accepted_shares_are_listed_by_position_on_a_line_per_arm() -> None:
     text = accepted_by_position([("none", []), ("ngram@3", [0.5, 0.25])]).plain
-    assert (
-        text.splitlines()[:2] == ["accepted at draft position 1, 2, ...", "  ngram@3: 50% 25%"] and "none" not in text
-    )
+    assert text.splitlines()[:2] == ["accepted at draft position 1, 2, ...", "  ngram@3: 50% 25%"]
+    assert "none" not in text
     assert accepted_by_position([("none", [])]).plain == ""

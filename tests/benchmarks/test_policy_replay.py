@@ -84,10 +84,8 @@ def test_drafting_random_tokens_costs_almost_nothing(drafter: str) -> None:
     for record in records:
         record["output"] = [rng.randrange(50) for _ in range(200)]  # everything seems to repeat, nothing does
         record["prompt"] = [rng.randrange(50) for _ in range(300)]
-        record["model"], record["chances"] = (
-            [[[60, 61]] * STEPS] * 200,
-            [[[0.9, 0.05]] * STEPS] * 200,
-        )  # sure, and wrong
+        # sure, and wrong
+        record["model"], record["chances"] = ([[[60, 61]] * STEPS] * 200, [[[0.9, 0.05]] * STEPS] * 200)
     plain = seconds(records, costs(), "none", 0)
     assert seconds(records, costs(), drafter, None) < plain / (0.96 if drafter in ("ngram_table", "model") else 0.97)
     assert drafter == "suffix:outputs=0" or seconds(records, costs(), drafter, 6) > plain / 0.97

@@ -414,10 +414,7 @@ def test_a_wrong_bit_in_the_cache_of_keys_and_values_fails(monkeypatch: pytest.M
 
 # the originals
 
-SETTINGS: list[dict[str, Any]] = [
-    {"acceptance": "rejection"},
-    {"num_draft_tokens": "4x2"},
-]
+SETTINGS: list[dict[str, Any]] = [{"acceptance": "rejection"}, {"num_draft_tokens": "4x2"}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

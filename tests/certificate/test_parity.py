@@ -147,22 +147,15 @@ def test_raw_logits_would_judge_penalised_text_wrongly() -> None:
     )
     at = next(i for i, (a, b) in enumerate(zip(penalised, unpenalised, strict=True)) if a != b)
     difference = TieJudge(plain).judge(TOKENS, penalised, unpenalised, params)
-    assert (
-        difference is not None
-        and difference.position == at
-        and difference.expected_gap == 0.0
-        and difference.got_gap > 0
-    )
+    assert difference is not None and difference.position == at and difference.expected_gap == 0.0
+    assert difference.got_gap > 0
 
 
 def test_sampled_text_is_compared_only_if_draws_are_coupled() -> None:
     judge, params = TieJudge(decoder()), SamplingParams(temperature=1.0, seed=1, max_tokens=3)
     difference = judge.judge(TOKENS, [7, 8, 9], [7, 9, 9], params, coupled=False)
-    assert (
-        difference is not None
-        and not difference.compared
-        and verdict(difference) == "differs at 1, as sampled text may"
-    )
+    assert difference is not None and not difference.compared
+    assert verdict(difference) == "differs at 1, as sampled text may"
     counted = count_differences([None, difference])
     assert (counted["identical"], counted["different"], counted["not_compared"]) == (1, 0, 1)
     assert judge.judge(TOKENS, [7, 8, 9], [7, 8, 9], params, coupled=False) is None

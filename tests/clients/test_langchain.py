@@ -9,18 +9,11 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from tests.support.client_runs import needs, run_script
-from tests.support.running_server import RunningServer
+from tests.support.running_server import ARGUMENTS, RunningServer
 
 pytestmark = [pytest.mark.slow, needs("langchain")]
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat, the cat sat"}]
-ARGUMENTS = {
-    "title": "measure",
-    "description": "a length",
-    "type": "object",
-    "properties": {"x": {"type": "boolean"}, "unit": {"enum": ["m", "km"]}},
-    "required": ["x", "unit"],
-    "additionalProperties": False,
-}
+NAMED = ARGUMENTS | {"title": "measure", "description": "a length"}
 
 
 def test_every_kind_of_call_returns_the_decoders_text(server: RunningServer, decoder: SpeculativeDecoder) -> None:
@@ -30,8 +23,8 @@ def test_every_kind_of_call_returns_the_decoders_text(server: RunningServer, dec
     bodies = {
         "messages": MESSAGES,
         "options": {"max_tokens": 60, "temperature": 0.8, "seed": 4, "logit_bias": {"1": -50}},
-        "form": ARGUMENTS,
-        "tools": [{"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}}],
+        "form": NAMED,
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": NAMED}}],
     }
     answers: dict[str, Any] = run_script("langchain", "langchain_calls.py", server.url, "tiny", json.dumps(bodies))
     assert {answers["whole"], answers["stream"], answers["async"], *answers["batch"]} == {expected}

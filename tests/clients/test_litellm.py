@@ -9,16 +9,10 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from tests.support.client_runs import needs, run_script
-from tests.support.running_server import RunningServer
+from tests.support.running_server import ARGUMENTS, RunningServer
 
 pytestmark = [pytest.mark.slow, needs("litellm")]
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat, the cat sat"}]
-ARGUMENTS = {
-    "type": "object",
-    "properties": {"x": {"type": "boolean"}, "unit": {"enum": ["m", "km"]}},
-    "required": ["x", "unit"],
-    "additionalProperties": False,
-}
 
 
 def test_every_kind_of_call_returns_the_decoders_text(server: RunningServer, decoder: SpeculativeDecoder) -> None:

@@ -13,16 +13,10 @@ from pydantic import BaseModel
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from tests.support.processes import PATIENCE
-from tests.support.running_server import Gate, RunningServer, in_thread, running_server
+from tests.support.running_server import ARGUMENTS, Gate, RunningServer, in_thread, running_server
 
 ASKED: Any = [{"role": "user", "content": "the cat sat on the mat"}]
 ENDLESS = {"1": -50}  # the end token
-ARGUMENTS = {
-    "type": "object",
-    "properties": {"x": {"type": "boolean"}, "unit": {"enum": ["m", "km"]}},
-    "required": ["x", "unit"],
-    "additionalProperties": False,
-}
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": ARGUMENTS, "strict": True}}
 
 

@@ -131,11 +131,7 @@ def test_perfect_drafts_take_one_forward_per_block() -> None:
     results = tiny_decoder(Oracle(whole_texts()), num_draft_tokens=3).generate(PROMPTS, GREEDY)
     for result in results:
         block = ("accepted",) * 3 + ("bonus",)  # the first token comes from the prompt's forward
-        assert [round.origins for round in result.rounds] == [
-            ("plain",),
-            *[block] * 3,
-            ("accepted",) * 2 + ("bonus",),
-        ]
+        assert [round.origins for round in result.rounds] == [("plain",), *[block] * 3, ("accepted",) * 2 + ("bonus",)]
         assert result.stats.block_efficiency == 16 / 5 and result.stats.acceptance_rate == 1 == result.stats.alpha
 
 

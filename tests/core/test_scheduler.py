@@ -113,9 +113,8 @@ def test_every_row_has_its_text_of_plain_decoding_whatever_happens_to_the_others
         if each.finish_reason == "length":
             assert each.output == plain and not (processors and processors[0].length < len(each.tokens))
         elif each.finish_reason == "error":
-            assert (
-                each.output == plain[: max(0, processors[0].length - each.prompt_length)]
-            )  # up to where plain decoding fails
+            # up to where plain decoding fails
+            assert each.output == plain[: max(0, processors[0].length - each.prompt_length)]
             assert str(each.error) == "out of order"
         else:
             assert each.finish_reason == "cancelled" and each.output == plain[: len(each.output)]
@@ -129,12 +128,10 @@ def test_a_row_that_takes_over_anothers_cached_tokens_is_caught(monkeypatch: pyt
     def careless(table: Any, slot: int, new_row: Row) -> None:
         state = table.states[slot]
         if state.row is not None and state.row is not new_row and new_row is rows[1]:
-            state.row, state.base, state.written, state.round = (
-                new_row,
-                new_row.prompt_length - 1,
-                new_row.prompt_length - 1,
-                0,
-            )
+            state.row = new_row
+            state.base = new_row.prompt_length - 1
+            state.written = new_row.prompt_length - 1
+            state.round = 0
         assign_slot(table, slot, new_row)
 
     monkeypatch.setattr(type(scheduler.engine.target.table), "assign_slot", careless)
@@ -210,12 +207,10 @@ def test_many_short_prompts_share_the_budget_unless_they_far_outnumber_the_runni
     while scheduler.unfinished:
         backend.widths.clear()
         scheduler.step()
-        most_prompt_tokens = max(
-            most_prompt_tokens, sum(backend.widths) - (num_running + 5) * (1 + 3)
-        )  # less a round of all rows
-    assert most_prompt_tokens <= share * CHUNK + CHUNK and (
-        share == 1 or most_prompt_tokens > 2 * CHUNK
-    )  # a chunk more than the budget
+        # less a round of all rows
+        most_prompt_tokens = max(most_prompt_tokens, sum(backend.widths) - (num_running + 5) * (1 + 3))
+    # a chunk more than the budget
+    assert most_prompt_tokens <= share * CHUNK + CHUNK and (share == 1 or most_prompt_tokens > 2 * CHUNK)
     assert all(each.output == alone(each) for each in (*running, *shorts))
 
 

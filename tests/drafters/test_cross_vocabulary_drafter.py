@@ -282,9 +282,8 @@ def test_rules_that_need_a_distribution_are_refused_where_no_token_is_shared(mon
     ) as refusal:
         bridged_decoder("bytes", "sentencepiece", drafter="model", acceptance="block")
     assert "allowed: acceptance 'auto' or 'match'" in str(refusal.value) and "\n" not in str(refusal.value)
-    assert (
-        acceptance(bridged_decoder("bytes", "sentencepiece", drafter="model")) > 0.2
-    )  # without shared tokens it still drafts
+    # without shared tokens it still drafts
+    assert acceptance(bridged_decoder("bytes", "sentencepiece", drafter="model")) > 0.2
 
 
 def test_cross_vocabulary_needs_a_draft_model_of_another_vocabulary() -> None:

@@ -118,8 +118,7 @@ def controlled(first: Scripted, second: Scripted, verify: float, step: float) ->
 
 
 @pytest.mark.parametrize(
-    ("acceptance_prob", "step", "looked_up"),
-    [(0.9, 0.3, True), (0.3, 0.3, False), (0.3, 10.0, True)],
+    ("acceptance_prob", "step", "looked_up"), [(0.9, 0.3, True), (0.3, 0.3, False), (0.3, 10.0, True)]
 )
 def test_costs_decide_between_retrieval_and_model(acceptance_prob: float, step: float, looked_up: bool) -> None:
     drafter = controlled(

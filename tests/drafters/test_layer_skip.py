@@ -188,18 +188,16 @@ def test_drafting_changes_no_cached_token_that_the_target_has_read(llama: Any, l
             continue
         num_cached = slot_state.valid(slot_state.row)
         drafted, replayed = contents(target.backend), contents(replay_target.backend)
-        assert num_cached > 15 and torch.equal(
-            drafted[:, :, slot, :, :num_cached], replayed[:, :, slot, :, :num_cached]
-        )
+        assert num_cached > 15
+        assert torch.equal(drafted[:, :, slot, :, :num_cached], replayed[:, :, slot, :, :num_cached])
         compared += 1
     assert compared
 
 
 @pytest.mark.usefixtures("cache_audit")
 def test_drafting_on_from_cached_drafts_is_noticed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        SharedCacheSession, "_begin", lambda self, rows: None
-    )  # drafts never start from the target's cache
+    # drafts never start from the target's cache
+    monkeypatch.setattr(SharedCacheSession, "_begin", lambda self, rows: None)
     target = Session(HFBackend(llama))
     session = SharedCacheSession(target, (0,))
     session._layers.table.states = target.table.states  # and tokens read by some layers count as read by the target

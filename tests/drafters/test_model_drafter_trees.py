@@ -197,9 +197,8 @@ def test_statistics_count_depths_and_the_view_shows_accepted_branches() -> None:
     pieces = [piece for view in round_views for piece in view.pieces]
     branched = sum(len(round.path or ()) - round.num_accepted_on_chain for round in result.rounds)
     assert sum(piece.kind == "branch" for piece in pieces) == branched > 0
-    restored_rounds = restored(
-        [compact(round) for round in result.rounds], result.rounds[0].row, 1
-    )  # as a report restores it
+    # as a report restores it
+    restored_rounds = restored([compact(round) for round in result.rounds], result.rounds[0].row, 1)
     assert [(round.parents, round.path) for round in restored_rounds] == [
         (round.parents, round.path) for round in result.rounds
     ]

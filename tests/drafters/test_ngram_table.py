@@ -88,41 +88,6 @@ def test_a_draft_is_that_of_the_specification_however_the_text_arrives(
     assert propose(drafter, [row], length)[0] == expected
 
 
-def test_the_most_frequent_continuation_is_drafted_or_the_latest_of_equals() -> None:
-    assert draft_of([7, 1, 9, 7, 2, 8, 7, 1, 5, 7], length=1) == [1]
-    assert draft_of([7, 1, 9, 7, 2, 8, 7], length=1) == [2]
-
-
-def test_the_longest_context_counts_however_rare_it_is() -> None:
-    often = [7, 1, 20, 7, 1, 21, 7, 1, 22]
-    assert draft_of([3, 4, 7, 2, *often, 7], length=1) == [1]
-    assert draft_of([3, 4, 7, 2, *often, 3, 4, 7], length=1) == [2]
-
-
-def test_shorter_contexts_are_tried_down_to_the_shortest_allowed() -> None:
-    tokens = [1, 2, 3, 4, 9, 8, 2, 3]  # of its last tokens only 2 3 has occurred before
-    assert draft_of(tokens, length=1, longest=5, shortest=2) == [4]
-    assert draft_of(tokens, length=1, longest=5, shortest=3) == [4]
-    assert draft_of(tokens, length=1, longest=5, shortest=4) == []
-
-
-def test_a_draft_stops_where_no_context_is_known() -> None:
-    assert draft_of([1, 2, 3, 4]) == []
-    assert draft_of([1, 2, 9, 1], length=4) == [2, 9, 1, 2]
-    assert draft_of([5, 1, 2, 3, 5, 1], length=8, shortest=3) == [2, 3, 5, 1, 2, 3, 5, 1]
-    assert draft_of([1, 2, 3, 1, 2], length=4, longest=3, shortest=3) == [3, 1, 2, 3]
-    assert draft_of([4, 1, 1, 2], length=4) == []
-
-
-def test_output_is_learned_as_it_comes() -> None:
-    drafter, row = NgramTableDrafter(SIZE), row_of([1, 2, 3])
-    assert propose(drafter, [row], 2) == [[]]
-    row.tokens += [4, 5, 6, 4]
-    assert propose(drafter, [row], 3) == [[5, 6, 4]]
-    row.tokens += [7, 4, 7, 4]  # by now 7 has followed 4 more often
-    assert propose(drafter, [row], 1) == [[7]]
-
-
 # filling
 
 

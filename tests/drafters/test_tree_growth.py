@@ -77,16 +77,10 @@ def test_chances_of_runners_up_are_shares_of_the_remaining_probability() -> None
     chances = {0: 0.5, 1: 0.4, 2: 0.9}
     ranked = [(7, 0, "a"), (8, 0, "b"), (9, 0, "c")]
     followers = [*Alternatives(chances.__getitem__, 3, 1, ranks=3).followers(ranked, 0.8)]
-    assert [follower.token for follower in followers] == [7, 8, 9] and [follower.kind for follower in followers] == [
-        0,
-        1,
-        2,
-    ]
-    assert [round(follower.prob, 3) for follower in followers] == [
-        0.4,
-        0.16,
-        0.16,
-    ]  # the last would be 0.24 * 0.9, but none exceeds the one before
+    assert [follower.token for follower in followers] == [7, 8, 9]
+    assert [follower.kind for follower in followers] == [0, 1, 2]
+    # the last would be 0.24 * 0.9, but none exceeds the one before
+    assert [round(follower.prob, 3) for follower in followers] == [0.4, 0.16, 0.16]
     assert len([*Alternatives(chances.__getitem__, 2, 1, ranks=2).followers(ranked, 0.8)]) == 2
     # too little probability is left for a second
     assert len([*Alternatives({0: 0.95, 1: 0.5}.__getitem__, 3, 1, ranks=2).followers(ranked, 0.8)]) == 1
@@ -258,9 +252,8 @@ def test_a_draft_with_one_known_continuation_is_a_whole_chain(name: str) -> None
 def test_a_request_that_takes_no_branches_gets_a_whole_chain(name: str) -> None:
     """Leaving out branches does not shorten the chain."""
     alone = propose(drafter_of(name), row_of(TWICE), 6, branching=False)
-    assert (
-        alone.parents is None and alone.lengths[0] == propose(drafter_of(name, siblings=0), row_of(TWICE), 6).lengths[0]
-    )
+    assert alone.parents is None
+    assert alone.lengths[0] == propose(drafter_of(name, siblings=0), row_of(TWICE), 6).lengths[0]
 
 
 def test_a_spelled_tree_is_a_chain_with_leaves() -> None:

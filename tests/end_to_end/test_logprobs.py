@@ -63,10 +63,8 @@ def test_a_text_cut_inside_a_block_has_one_logprob_per_token() -> None:
     made = decoder().using("model", num_draft_tokens=4)
     ids = made.generate(PROMPTS[0], PARAMS).token_ids
     cut = made.generate(PROMPTS[0], replace(PARAMS, stop_token_ids=[ids[9]], logprobs=0))
-    assert (
-        cut.logprobs is not None
-        and [entry.token_id for entry in cut.logprobs] == cut.token_ids == ids[: len(cut.token_ids)]
-    )
+    assert cut.logprobs is not None
+    assert [entry.token_id for entry in cut.logprobs] == cut.token_ids == ids[: len(cut.token_ids)]
     assert len(cut.token_ids) <= 10 and all(entry.top == () for entry in cut.logprobs)
 
 

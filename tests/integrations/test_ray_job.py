@@ -154,8 +154,7 @@ def test_an_engine_keeps_its_batch_full_across_blocks() -> None:
     with ThreadPoolExecutor(4) as callers:
         answered_blocks = list(callers.map(engine, blocks))
     assert [answered["number"] for answered in answered_blocks] == [block["number"] for block in blocks]
-    assert (
-        all(all(answered["answered"]) for answered in answered_blocks) and max(widths) == 4
-    )  # a block by itself has two rows
+    # a block by itself has two rows
+    assert all(all(answered["answered"]) for answered in answered_blocks) and max(widths) == 4
     texts = {json.loads(line)["text"] for answered in answered_blocks for line in answered["line"]}
     assert len(texts) == 1

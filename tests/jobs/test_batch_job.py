@@ -129,10 +129,8 @@ def test_a_bad_line_is_reported_with_its_number_and_the_others_are_answered(
     for number, (line, why) in enumerate(REFUSED, 2):
         error = failures[number]["error"]
         if isinstance(line, dict) and "custom_id" in line:
-            assert (
-                failures[number]["custom_id"] == line["custom_id"]
-                and failures[number]["response"]["status_code"] >= 400
-            )
+            assert failures[number]["custom_id"] == line["custom_id"]
+            assert failures[number]["response"]["status_code"] >= 400
             error = error["message"]
         assert error.startswith(why), error
     assert report.errors[0] == f"{source}, line 2: {REFUSED[0][1]}"
@@ -201,10 +199,8 @@ def test_listed_requests_may_give_token_ids_as_numbers_or_texts(decoder: Specula
     failures = {line["id"] or "mixed": line["error"] for line in read(tmp_path / "out.errors.jsonl")}
     assert failures["bool"] == "logit_bias: True; allowed: token ids"
     assert failures["float"] == "logit_bias: 1.5; allowed: token ids"
-    assert (
-        failures["negative"].startswith("logit_bias={-1: 1.0}; allowed: token ids >= 0")
-        and "not JSON" in failures["mixed"]
-    )
+    assert failures["negative"].startswith("logit_bias={-1: 1.0}; allowed: token ids >= 0")
+    assert "not JSON" in failures["mixed"]
     assert report.failed == 4
 
 

@@ -95,12 +95,8 @@ def test_getting_started_compares_speeds_with_identical_texts() -> None:
     assert race == ["True"] * 3
     lengths = re.findall(r"^(\d|auto) +[\d.]+ +[\d.]+x  (True|False)$", output, flags=re.MULTILINE)
     assert lengths == [(length, "True") for length in ("1", "4", "8", "auto")]
-    assert (
-        "<details>" in output
-        and "round accepted/drafted" in output
-        and "Result('" in output
-        and "Stats(12 tokens" in output
-    )
+    assert "<details>" in output and "round accepted/drafted" in output and "Result('" in output
+    assert "Stats(12 tokens" in output
     assert re.search(r"^ended by: (stop|length)$", output, flags=re.MULTILINE) and "Italy" in output
     assert "have the same tokens" in output and "SpeculativeDecoder('smollm2'" in output
 

@@ -31,9 +31,8 @@ def test_relative_links_lead_to_existing_files(name: str) -> None:
 
 def test_the_changelog_has_the_version_and_standard_headings_only() -> None:
     versions = re.findall(r"(?m)^## \[([^\]]+)\]", text("CHANGELOG.md"))
-    assert versions[0] == "Unreleased" and (
-        __version__ in versions or f"version, {__version__}" in text("CHANGELOG.md")
-    )
+    assert versions[0] == "Unreleased"
+    assert __version__ in versions or f"version, {__version__}" in text("CHANGELOG.md")
     kinds = set(re.findall(r"(?m)^### (.*)", text("CHANGELOG.md")))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 

@@ -30,9 +30,8 @@ def test_the_eight_lines_print_what_the_readme_says() -> None:
     text, figure = shown.splitlines()
     out = printed(PYTHON[0]).splitlines()
     assert out[0] == text and re.fullmatch(r"\d\.\d tokens per forward", figure)
-    assert (
-        re.fullmatch(r"\d+\.\d tokens per forward", out[1]) and 1.5 <= float(out[1].split()[0]) <= 10
-    )  # depends on costs
+    # depends on costs
+    assert re.fullmatch(r"\d+\.\d tokens per forward", out[1]) and 1.5 <= float(out[1].split()[0]) <= 10
 
 
 def test_every_acceptance_rule_is_explained() -> None:

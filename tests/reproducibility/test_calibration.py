@@ -192,10 +192,8 @@ def _logits(backend: HFBackend, tokens: Tensor, start: int, width: int, starts: 
 
 @pytest.mark.parametrize("odd", [32, 64, 224, 256])
 def test_where_prompt_chunks_differ_prompts_are_reused_in_whole_chunks(odd: int) -> None:
-    agreeing, differing = (
-        calibration_of(never),
-        calibration_of(lambda rows, width, columns, length: (width == odd) & (columns == odd - 1)),
-    )
+    agreeing = calibration_of(never)
+    differing = calibration_of(lambda rows, width, columns, length: (width == odd) & (columns == odd - 1))
     assert agreeing.prompts and agreeing.shapes.reuse == 1
     assert not differing.prompts and differing.shapes.reuse == differing.shapes.chunk == 256
 

@@ -113,10 +113,7 @@ DAMAGED = [
     "content", [b"", b"{", b"\xff", b"[]", b"[" * 100_000, b'{"widths": 5}', b'{"identity": "another"}', *DAMAGED]
 )
 def test_a_damaged_calibration_is_measured_again_and_mended(
-    content: bytes | dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    content: bytes | dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
     remembered(_loaded(RoundingBackend()), BATCH)

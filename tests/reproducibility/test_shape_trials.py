@@ -94,9 +94,8 @@ def test_a_width_that_rounds_differently_is_found_despite_the_claim(
         return width in odd
 
     calibration = calibrate(Claims(deviates), BATCH)
-    assert unmeasured(calibration) == unmeasured(calibration_of(deviates)) and calibration.widths == widths_without(
-        *odd
-    )
+    assert unmeasured(calibration) == unmeasured(calibration_of(deviates))
+    assert calibration.widths == widths_without(*odd)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "Claims says that the shape of a forward changes no bit, but it does" in caplog.text
 

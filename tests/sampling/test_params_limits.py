@@ -119,10 +119,8 @@ def test_of_two_failures_the_one_at_the_first_position_is_reported() -> None:
     sampler = sampler_of(temperature=1.0, logits_processors=[not_long], constraint=OneToken())
     sampler.scores(logits_of(4), torch.tensor([[7, 8, 9]]))
     position, error = sampler.failures[0]
-    assert (position, str(error)) == (
-        1,
-        "too large",
-    )  # the one that plain decoding meets, not the processor's at position 3
+    # the one that plain decoding meets, not the processor's at position 3
+    assert (position, str(error)) == (1, "too large")
 
 
 def test_check_stateless_returns_the_processed_scores_and_leaves_the_input_unchanged() -> None:

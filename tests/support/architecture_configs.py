@@ -111,12 +111,7 @@ LONG_ROPE: dict[str, Any] = {
 PHI3 = LONG_ROPE | {"original_max_position_embeddings": ORIGINAL}
 PHIMOE = {"rope_parameters": LONG_ROPE["rope_parameters"] | {"short_mscale": 1.2, "long_mscale": 1.4}}
 # factors that are 1 by default
-GRANITE = {
-    "embedding_multiplier": 3.0,
-    "logits_scaling": 2.0,
-    "residual_multiplier": 0.6,
-    "attention_multiplier": 0.25,
-}
+GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.6, "attention_multiplier": 0.25}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), GRANITE),

@@ -24,10 +24,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
 
 
 def run_main(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    main: Callable[[], Any],
-    *arguments: object,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, main: Callable[[], Any], *arguments: object
 ) -> tuple[int, str, str]:
     """Like `run`, for the `main` of any command that exits."""
     monkeypatch.setattr(sys, "argv", ["slipstream", *map(str, arguments)])

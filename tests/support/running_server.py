@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -20,6 +22,14 @@ from slipstream.apps.server.launch import Server
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.processes import PATIENCE
+
+# the schema of a tool's arguments, or of an answer
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"x": {"type": "boolean"}, "unit": {"enum": ["m", "km"]}},
+    "required": ["x", "unit"],
+    "additionalProperties": False,
+}
 
 
 def toy(**settings: Any) -> SpeculativeDecoder:
@@ -49,6 +59,10 @@ class RunningServer:
     def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
         client = httpx.Client(trust_env=False)
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, http_client=client, **{"max_retries": 0} | options)
+
+    def connected(self) -> socket.socket:
+        place = urlsplit(self.url)
+        return socket.create_connection((place.hostname or "", place.port or 0), PATIENCE)
 
     def complete(self, prompt: Any = "A heron", **fields: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": prompt} | fields)

@@ -23,12 +23,7 @@ VOCAB, END, EMPTY = 448, "<eos>", 5  # the last EMPTY ids are no tokens, as in a
 
 def strict(properties: dict[str, Any]) -> dict[str, Any]:
     """An object with these properties and no others."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 TEXT, SMALL = {"type": "string", "maxLength": 6}, {"type": "integer", "minimum": -5, "maximum": 120}

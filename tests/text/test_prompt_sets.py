@@ -46,7 +46,7 @@ def test_prompts_of_one_category_are_told_apart_by_their_first_words(tmp_path: P
     prompts = read_prompts(file)
     assert titles(prompts, 20) == ["Name ten rivers ...", "Name a bird."]
     assert titles([*prompts, NamedPrompt("What is 2 + 2?", "maths"), NamedPrompt("Say hi.")]) == [
-        *("prompts", "prompts", "maths", "Say hi."),
+        *("prompts", "prompts", "maths", "Say hi.")
     ]
 
 

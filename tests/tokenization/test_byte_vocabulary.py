@@ -66,10 +66,8 @@ def test_a_space_is_added_only_at_the_beginning_of_a_text(kind: str, adds: bool)
 
 def test_a_character_is_spelled_by_its_own_token_rather_than_a_byte_token() -> None:
     vocabulary = of("sentencepiece")
-    assert (
-        vocabulary.ids[b"a"] not in vocabulary.tokens.fallback
-        and vocabulary.ids[b"\n"] not in vocabulary.tokens.fallback
-    )
+    assert vocabulary.ids[b"a"] not in vocabulary.tokens.fallback
+    assert vocabulary.ids[b"\n"] not in vocabulary.tokens.fallback
     assert vocabulary.ids[b"\xf0"] in vocabulary.tokens.fallback
     assert vocabulary.spelled(b"The\xf0\x9f") == [
         vocabulary.ids[b"The"],

@@ -98,10 +98,8 @@ def test_a_vocabulary_without_known_bytes_is_not_usable() -> None:
 def test_without_two_tokenizers_the_heads_decide(
     has_target_tokenizer: bool, has_draft_tokenizer: bool, lacking: str, draft: int
 ) -> None:
-    a, b = (
-        loaded(made=tokenizer() if has_target_tokenizer else None),
-        loaded(draft, tokenizer() if has_draft_tokenizer else None),
-    )
+    a = loaded(made=tokenizer() if has_target_tokenizer else None)
+    b = loaded(draft, tokenizer() if has_draft_tokenizer else None)
     report = compare_vocabularies(a, b)
     assert report.usable == (draft == VOCAB) and f"the {lacking} came without a tokenizer" in report.verdict
     if not report.usable:
@@ -140,9 +138,8 @@ def test_tokenizers_that_split_text_differently_fit_with_a_note() -> None:
 def test_a_folder_is_inspected_as_it_would_be_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load(str(folder), LoadOptions(fast=False))
     expected = VocabularyInfo.of(whole)
-    monkeypatch.setattr(
-        transformers.AutoModelForCausalLM, "from_pretrained", None
-    )  # from here on, loading weights raises
+    # from here on, loading weights raises
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     info = inspect_vocabulary(str(folder))
     assert (info.name, info.head_size, info.end_ids) == (expected.name, VOCAB + 5, (1, 4))
     assert info.end_ids == expected.end_ids

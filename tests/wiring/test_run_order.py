@@ -21,13 +21,8 @@ def row(index: int, prompt: Sequence[int], max_tokens: int) -> Row:
 def test_the_longest_rows_run_first_together_with_rows_of_the_same_prefix() -> None:
     rows = [row(0, [1], 5), row(1, [*BEGINNING, 1], 9), row(2, [2], 90), row(3, [*BEGINNING, 2, 3], 60), row(4, [1], 7)]
     assert [item.index for item in ordered(rows, lambda item: item, 1)] == [3, 1, 2, 4, 0]
-    assert [item.index for item in ordered(rows, lambda item: item, 64)] == [
-        3,
-        2,
-        1,
-        4,
-        0,
-    ]  # the cache is reused in larger units only
+    # the cache is reused in larger units only
+    assert [item.index for item in ordered(rows, lambda item: item, 64)] == [3, 2, 1, 4, 0]
     assert ordered(rows, lambda item: None, 1) == rows
 
 

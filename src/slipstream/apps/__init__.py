@@ -1,1 +1,1 @@
-"""What users start: the command line and the conversation behind `slipstream chat`."""
+"""The applications: the command line, the conversation of `slipstream chat`, and the server."""

@@ -54,7 +54,6 @@ class Output:
 
     @property
     def stats(self) -> Stats | None:
-        """Statistics over all prompts."""
         if self.results is None or self.rounds is None:
             return None
         return Stats.of(self.rounds, lossless=all(result.stats.lossless for result in self.results))
@@ -279,15 +278,12 @@ class Judge:
         judgement = arm.name, prompt.id, tuple(text)
         if judgement not in self._judged:
             self._judged[judgement] = self.difference(arm, prompt, self._texts[key], text)
-        return _word_for(self._judged[judgement])
-
-
-def _word_for(difference: Difference | None) -> VerdictName:
-    if difference is None:
-        return "identical"
-    if not difference.compared:
-        return "not compared"
-    return "tie" if difference.tie else "different"
+        difference = self._judged[judgement]
+        if difference is None:
+            return "identical"
+        if not difference.compared:
+            return "not compared"
+        return "tie" if difference.tie else "different"
 
 
 @dataclass
@@ -322,18 +318,14 @@ class Runner:
             output, seconds = self._timed.run(measurement.arm, prompts, params, measurement.batch)
         except Exception as error:  # whatever a model or a drafter may raise: this run failed, the others go on
             return replace(empty, error=with_class(error))
-        return _finished(empty, output, seconds, judge, measurement)
-
-
-def _finished(empty: Run, output: Output, seconds: float, judge: Judge, measurement: Measurement) -> Run:
-    return replace(
-        empty,
-        seconds=seconds,
-        num_output_tokens=sum(map(len, output.texts)),
-        texts=output.texts,
-        verdicts=judge.judge(measurement.arm, measurement.group, output.texts),
-        stats=None if output.stats is None else output.stats.to_dict(),
-        rounds=None if output.rounds is None else [compact(decoded) for decoded in output.rounds],
-        num_forwards=output.num_forwards,
-        parts=output.parts,
-    )
+        return replace(
+            empty,
+            seconds=seconds,
+            num_output_tokens=sum(map(len, output.texts)),
+            texts=output.texts,
+            verdicts=judge.judge(measurement.arm, measurement.group, output.texts),
+            stats=None if output.stats is None else output.stats.to_dict(),
+            rounds=None if output.rounds is None else [compact(decoded) for decoded in output.rounds],
+            num_forwards=output.num_forwards,
+            parts=output.parts,
+        )

@@ -123,7 +123,6 @@ class LlamaCppModel:
         return last
 
     def close(self) -> None:
-        """Free the memory."""
         self._free_context()
         if self._model:
             self._c.llama_model_free(self._model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -113,21 +113,12 @@ def plan(
         raise UsageError(f"repeats={repeats}; allowed: at least 1")
     if not batches or len(set(batches)) != len(batches):
         raise UsageError(f"batch sizes {', '.join(map(str, batches))}; allowed: different whole numbers")
-    planned = list(_in_turn(arms, prompts, batches, repeats, at_once))
-    if idle := [arm.name for arm in arms if not any(measurement.arm is arm for measurement in planned)]:
-        raise UsageError(f"arm {idle[0]!r} decodes one prompt at a time; allowed: batch size 1 among --batch-sizes")
-    return planned
-
-
-def _in_turn(
-    arms: Sequence[Arm],
-    prompts: Sequence[BenchPrompt],
-    batches: Sequence[int],
-    repeats: int,
-    at_once: int | None,
-) -> Iterator[Measurement]:
+    planned: list[Measurement] = []
     for batch in batches:
         able = [arm for arm in arms if batch == 1 or runs_in_batches(arm)]
         for group in groups(prompts, batch) if at_once is None else groups(prompts, at_once, "--at-once"):
             for repeat in range(repeats):
-                yield from (Measurement(arm, group, batch, repeat) for arm in able)
+                planned += [Measurement(arm, group, batch, repeat) for arm in able]
+    if idle := [arm.name for arm in arms if not any(measurement.arm is arm for measurement in planned)]:
+        raise UsageError(f"arm {idle[0]!r} decodes one prompt at a time; allowed: batch size 1 among --batch-sizes")
+    return planned

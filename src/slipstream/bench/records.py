@@ -69,7 +69,6 @@ class Run:
 
     @property
     def key(self) -> Key:
-        """Identifies the measurement in its folder."""
         return self.arm, tuple(self.prompts), self.batch, self.repeat
 
     @property

@@ -228,13 +228,15 @@ def acceptance_cells(arm: ArmSummary, missing: str = "") -> list[Cell]:
 def _families(summaries: Sequence[ArmSummary], reference: str) -> Table:
     """A line per family, so that the intervals of a few arms fit next to each other."""
     names = list(dict.fromkeys(family for arm in summaries for family in arm.families))
-    rows: list[Row] = [[name, *(_family(arm, name) for arm in summaries)] for name in names]
+    rows: list[Row] = [
+        [
+            name,
+            *(cell(arm.families[name].speed_up, unit="x") if name in arm.families else "failed" for arm in summaries),
+        ]
+        for name in names
+    ]
     title = f"speed-up against {reference} per family of prompts, geometric means"
     return Table(title, ["family", *map(_name, summaries)], rows)
-
-
-def _family(arm: ArmSummary, name: str) -> Cell:
-    return cell(arm.families[name].speed_up, unit="x") if name in arm.families else Cell("failed")
 
 
 def _time(summaries: Sequence[ArmSummary]) -> Table:

@@ -1,1 +1,1 @@
-"""What `slipstream verify` runs: does speculative decoding generate exactly what the target alone would?"""
+"""Checks that speculative decoding generates exactly what the target alone would; `slipstream verify` runs them."""

@@ -45,7 +45,7 @@ SEEDS_AT_ONCE = 4
 FEWEST_SEEDS = 8
 MOST_WRONG = 48  # of a wrong rule
 MOST_SEEDS = 200
-NUM_SAMPLED = 4  # of the enumerated options, so many are those of sampled texts as well
+NUM_SAMPLED = 4  # of the enumerated options are those of sampled texts as well
 AFTER_DRAFT = 3  # tokens of a sampled text besides the longest draft: before it, its bonus token and the one after
 MOST_PLANNED = 96  # tokens of a text with planned drafts, unless longer ones are asked for
 PLANNED = 16  # tokens of planned drafts where measured costs decide how much is drafted
@@ -90,9 +90,9 @@ Texts = dict[tuple[int, ...], list[Tensor]]  # the logits [V] along the greedy t
 
 
 class Finding(NamedTuple):
-    """What a check found. passed: None where there is nothing to check on this decoder."""
+    """The result of a check."""
 
-    passed: bool | None
+    passed: bool | None  # None if there is nothing to check on this decoder
     detail: str
 
 
@@ -111,12 +111,12 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the check was made and found nothing wrong."""
+        """True if the check was made and found nothing wrong."""
         return self.outcome == "pass"
 
     @property
     def failed(self) -> bool:
-        """Whether the check was made and found something wrong."""
+        """True if the check was made and found something wrong."""
         return self.outcome == "FAIL"
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class LawChecks:
         return Finding(texts.passed, str(texts))
 
     def power(self, rule: str) -> Finding:
-        """The same test of a wrong rule."""
+        """The same test must catch a wrong rule."""
         texts = self._likely(wrong_rules(self.depth // 2)[rule])
         return Finding(not texts.passed, str(texts))
 
@@ -388,7 +388,6 @@ class TextChecks:
         return min(1.0, self.budget / (planned * each))
 
     def _plain_text(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """Plain decoding's text, computed once."""
         place = tuple(ids), repr(params)
         if place not in self._known:
             self._known[place] = self._plain.generate(ids, params).token_ids
@@ -411,7 +410,7 @@ class TextChecks:
         return compared
 
     def _finding(self, compared: Sequence[Comparison]) -> Finding:
-        """Ties are allowed where the decoder is not reproducible."""
+        """The finding for these comparisons; ties are allowed if the decoder is not reproducible."""
         differences = [difference for difference, _ in compared]
         counted = count_differences(differences)
         passed = counted["different"] == 0 and not (counted["ties"] and self.decoder.reproducible)
@@ -427,17 +426,14 @@ class TextChecks:
 
 @dataclass
 class Verifier:
-    """Runs the checks on a decoder.
-
-    max_tokens: length of the compared texts, less where the budget does not allow it. budget: seconds to aim for; the
-    tests of distributions sample at least FEWEST_SEEDS texts per prompt and option, even if that takes longer.
-    alone: `target_logits` of a decoder that was loaded without a drafter; None where there is none to compare with.
-    """
+    """Runs the checks on a decoder."""
 
     decoder: SpeculativeDecoder
     prompts: Sequence[NamedPrompt]
-    max_tokens: int = 48
+    max_tokens: int = 48  # length of the compared texts; less if the budget does not allow it
+    # seconds to aim for; distributions get at least FEWEST_SEEDS texts per prompt and option, even past it
     budget: float = 120.0
+    # `target_logits` of a decoder that was loaded without a drafter; None if there is none to compare with
     alone: Sequence[Sequence[Tensor]] | None = None
 
     def __post_init__(self) -> None:
@@ -462,12 +458,8 @@ class Verifier:
         if self.alone is not None:
             self.checks["target with and without drafter"] = self._unchanged
 
-    @property
-    def num_checks(self) -> int:
-        return len(self.checks)
-
     def run(self) -> Iterator[Check]:
-        """All checks, one after another."""
+        """Run all checks in order."""
         for name, check in self.checks.items():
             started = perf_counter()
             passed, detail = check()
@@ -485,7 +477,7 @@ class Verifier:
         return Finding(largest <= allowed, f"logits of {len(errors)} tokens {detail}")
 
     def _shapes(self) -> Finding:
-        """Whether a new calibration finds the shapes in use to agree bit for bit."""
+        """A new calibration must find the shapes in use to agree bit for bit."""
         used = self.decoder.calibration
         assert used is not None
         renewed = calibrate(self.decoder.target.backend, self.decoder.config.max_batch_size)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from slipstream.core.rng import Race, Stream, key
-from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.sampling.params import SamplingParams
@@ -35,20 +34,17 @@ LastScores = Callable[[list[int], int], Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of two texts. Gaps are distances of both candidates' scores from the full-precision maximum.
-
-    noise: how far working precision was from full precision among the leading tokens, here or just before.
-    compared: False where the texts may differ: sampled texts of a rule that does not couple draws, or a rounding
-    error that moves a token across the edge of top-k, top-p or min-p.
-    """
+    """The first difference of two texts."""
 
     position: int
     expected: int | None
     got: int | None
-    expected_gap: float = 0.0
-    got_gap: float = 0.0
-    noise: float = 0.0
+    expected_gap: float = 0.0  # distance of the expected token's score from the maximum, in full precision
+    got_gap: float = 0.0  # the same of the other token
+    noise: float = 0.0  # largest error of working precision among the leading tokens, here or just before
     tie: bool = False
+    # False if the texts may differ: sampled texts of a rule that does not couple draws, or a rounding error that moves
+    # a token across the edge of top-k, top-p or min-p
     compared: bool = True
 
 
@@ -61,7 +57,7 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
 
 
 def count_differences(differences: Sequence[Difference | None]) -> dict[str, Any]:
-    """How many texts are identical, ties, different or not compared; and the details of those that differ."""
+    """Counts of texts that are identical, ties, different or not compared, and details of those that differ."""
     different = [d for d in differences if d is not None]
     ties, compared = sum(d.tie for d in different), sum(d.compared for d in different)
     return {
@@ -121,7 +117,7 @@ def _noise(exact: Tensor, rounded: Tensor, pair: Tensor) -> float:
 
 
 def full_precision_model(loaded: Loaded, options: LoadOptions) -> Any:
-    """A float32 copy of the target; the target itself where it is that already."""
+    """A float32 copy of the target, or the target itself if it is float32 already."""
     if loaded.plain_model is None:
         from slipstream.models.plain_models import load_unpacked
 
@@ -142,7 +138,7 @@ def last_logits(model: Any, tokens: list[int], count: int = 1) -> Tensor:
 
 @dataclass
 class TieJudge:
-    """Tells ties from bugs; the full-precision model is loaded when the first difference turns up."""
+    """Distinguishes ties from bugs; the full-precision model is loaded at the first difference."""
 
     decoder: SpeculativeDecoder
 
@@ -167,11 +163,11 @@ class TieJudge:
         coupled: bool = True,
         same_bits: bool = False,
     ) -> Difference | None:
-        """The first difference between two texts made under the same options, explained; None if they are equal.
+        """The first difference between two texts generated under the same options, explained; None if they are equal.
 
-        params: with the seed used, where text is sampled. coupled: whether every token of both texts is the target's
-        own draw (`coupled`); if not, sampled texts that differ are not compared. same_bits: whether both were computed
-        in shapes that agree to the bit, so that no rounding excuses a difference at an edge of top-k, top-p or min-p.
+        params: with the seed used, for sampled texts. coupled: every token of both texts is the target's own draw; if
+        not, sampled texts that differ are not compared. same_bits: both were computed in shapes that agree to the bit,
+        so that no rounding excuses a difference at an edge of top-k, top-p or min-p.
         """
         difference = plain_difference(expected, got)
         if difference is None:
@@ -204,7 +200,8 @@ class TieJudge:
         """[V] the scores by which the token after `ids` is chosen: the largest wins. Within the prompt: the logits."""
         if len(ids) < len(prompt):
             return logits.float()
-        row = self._row(prompt, ids, params)
+        row = self.decoder.rows([prompt], params)[0]
+        row.tokens.extend(ids[len(prompt) :])  # the row as it stood when its tokens were `ids`
         vocab_size = self.decoder.target.backend.vocab_size
         sampler = Sampler([row], self._race, vocab_size, logits.device)
         nothing = torch.empty(1, 0, dtype=torch.int64, device=logits.device)
@@ -214,15 +211,9 @@ class TieJudge:
         noise = self._race.noise(key(row.seed, Stream.TOKEN, len(ids)))
         return sampler.probs(scores)[0, 0].log() - noise.log()
 
-    def _row(self, prompt: list[int], ids: list[int], params: SamplingParams) -> Row:
-        """The row as it stood when its tokens were `ids`."""
-        row = self.decoder.rows([prompt], params)[0]
-        row.tokens.extend(ids[len(prompt) :])
-        return row
-
 
 def coupled(decoder: SpeculativeDecoder, params: SamplingParams) -> bool:
-    """Whether the decoder's text must be plain decoding's: greedy, or every token the target's own draw."""
+    """True if the decoder's text must be plain decoding's: it is greedy, or every token is the target's own draw."""
     return params.temperature == 0 or decoder.coupled
 
 

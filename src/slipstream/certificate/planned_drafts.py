@@ -1,7 +1,7 @@
-"""Drafters that know what the target will write, so that drafts are accepted as far as a check needs them to be.
+"""Drafters that know the target's text, so that drafts are accepted as far as a check needs them to be.
 
-The drafter under test may be right too rarely for its rule, or for the engine, ever to see a long draft accepted. All
-of these also record what the target computed, as observers of its verdicts.
+The drafter under test may be right too rarely for its rule or the engine ever to see a long draft accepted. These
+drafters also record what the target computed, as observers of its verdicts.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class PlannedDrafts:
         # the depth planned least often, long ones first
         right = min(range(levels, -1, -1), key=self._planned.__getitem__)
         self._planned[right] += 1
-        known = [*text[row.num_output_tokens :][:levels]]
-        known += [0] * (levels - len(known))
+        path = [*text[row.num_output_tokens :][:levels]]
+        path += [0] * (levels - len(path))
         tokens, parents, last = list[int](), list[int](), -1
         mistakes = [1 + (turn + other) % (self.vocab_size - 1) for other in range(1 + self.siblings)]  # none is 0
-        for level, token in enumerate(known):
+        for level, token in enumerate(path):
             children = [(token + wrong) % self.vocab_size for wrong in mistakes]
             place = (level + turn) % len(children)
             if level != right:
@@ -86,13 +86,13 @@ class PlannedDrafts:
 
 @dataclass
 class LikelyDrafts:
-    """Samples each token from a distribution near the target's own, as it is along the target's likeliest text.
+    """Samples each token from a distribution near the target's own along its likeliest text.
 
-    near: for each prompt and its options, the distribution [V] of each position of the text. After a token that is not
-    the likeliest, drafts are often rejected: any distribution is right for a draft if the rule is told which it was.
+    After a token that is not the likeliest, drafts are often rejected: any distribution is right for a draft if the
+    rule is told which it was.
     """
 
-    near: Mapping[Place, Sequence[Tensor]]
+    near: Mapping[Place, Sequence[Tensor]]  # by prompt and options: the distribution [V] at each position of the text
     traits: Traits = field(default=Traits(needs_forwards=False))
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
@@ -101,7 +101,7 @@ class LikelyDrafts:
             return Draft.empty(len(rows), sampler.device)
         tables = []
         for row in rows:
-            known = self.near[place_of(row)][row.num_output_tokens :][:width]
-            tables.append(torch.stack([*known, *[known[-1]] * (width - len(known))]))
+            near = self.near[place_of(row)][row.num_output_tokens :][:width]
+            tables.append(torch.stack([*near, *[near[-1]] * (width - len(near))]))
         probs = torch.stack(tables).to(sampler.device)
         return Draft(sampler.draw(probs, stream=Stream.DRAFT), tuple(lengths), probs)

@@ -35,7 +35,7 @@ OPTIONS = {
     "temperature 1.5": WarpOptions(1.5),
     "temperature 0.8, top_k 4, top_p 0.95, min_p 0.02": WarpOptions(0.8, top_k=4, top_p=0.95, min_p=0.02),
 }
-NUM_WIDE = 5  # of these, so many are tried on logits of the target's vocabulary size as well
+NUM_WIDE = 5  # of these are tried on logits of the target's vocabulary size as well
 ALL_OPTIONS_TO = 8  # drafts up to this length are tried under all options, longer ones under some in turn
 FIXED = 3
 Array = NDArray[np.float64]
@@ -43,17 +43,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Case:
-    """What a rule is tried on. vocab_size: of the logits, of which all tokens but VOCAB are practically impossible.
-
-    one_hot: the draft is a fixed one, and the rule must be exact for each draft alone. batch: how many drafts the rule
-    sees at once; 0 for all.
-    """
+    """The drafts, sampling options and batch on which a rule is tried."""
 
     length: int
     options: str
-    one_hot: bool
-    batch: int = 0
-    vocab_size: int = VOCAB
+    one_hot: bool  # the draft is a fixed one, and the rule must be exact for each draft alone
+    batch: int = 0  # drafts that the rule sees at once; 0 for all
+    vocab_size: int = VOCAB  # size of the logits; all tokens but VOCAB are practically impossible
 
     def __str__(self) -> str:
         kind = "fixed drafts" if self.one_hot else "sampled drafts"
@@ -95,7 +91,7 @@ def error_of(rule: RuleFunction, case: Case) -> float:
 
 
 class _Emitted(NamedTuple):
-    """What a rule makes of one draft."""
+    """The distributions that a rule returns for one draft."""
 
     path: list[int]  # its nodes from the root on
     weight: float  # the probability with which the drafter makes it; 1 for a fixed one
@@ -104,7 +100,7 @@ class _Emitted(NamedTuple):
 
 
 class _Tree:
-    """All drafts of a case. Node 0 is the committed text; each other node is a draft token after those above it."""
+    """All drafts of a case. Node 0 is the committed text; each other node is a draft token that follows its parent."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.length = case, case.length
@@ -172,7 +168,6 @@ class _Tree:
         return Draft(tokens, lengths, q)
 
     def error(self, emitted: Sequence[_Emitted]) -> float:
-        """The largest error of a conditional distribution."""
         ended = np.zeros((len(self.parent), VOCAB))  # mass of rounds that end with this token after the node
         alive = np.zeros(len(self.parent))  # mass of rounds that accept the node
         for row in emitted:
@@ -199,7 +194,7 @@ class _Tree:
 
 
 def _emitted(rule: RuleFunction, tree: _Tree, batch: Sequence[list[int]]) -> Iterator[_Emitted]:
-    """What the rule makes of a batch of drafts, read as `accept` reads it."""
+    """The rule's result for a batch of drafts, read as `accept` reads it."""
     draft = tree.draft(batch)
     columns = draft.width + 1
     p, scores = tree.table(batch, tree.p, columns, 0.0), tree.table(batch, tree.scores, columns, -60.0)

@@ -39,7 +39,7 @@ Place = tuple[tuple[int, ...], WarpOptions]  # a prompt and its sampling options
 
 
 def option_of(params: object) -> WarpOptions:
-    """What of the options the filters read."""
+    """The options that the filters read."""
     assert isinstance(params, SamplingParams)
     return WarpOptions(params.temperature, params.top_k, params.top_p, params.min_p)
 
@@ -67,12 +67,12 @@ def filtered(logits: Tensor, option: WarpOptions, slack: float = 0.0) -> Tensor:
 
 @dataclass
 class SampledTexts:
-    """A drafter whose drafts, and what the target makes of them, are tested."""
+    """A drafter that tests its drafts, and the tokens that the target chooses after them."""
 
     sources: Sequence[Source]  # the drafter's
     traits: Traits
     near: Mapping[Place, Sequence[Tensor]] = field(default_factory=dict)  # the drafter's distributions, where known
-    are_drafts_sampled: bool = False  # anew in each round; not where the target's noise chooses them
+    are_drafts_sampled: bool = False  # sampled again in each round; not where the target's noise chooses them
     impossible: int = 0  # tokens that the target gives probability 0
     error: float = 0.0  # the largest difference between the engine's probabilities and those of the options
     tokens: int = 0
@@ -86,10 +86,10 @@ class SampledTexts:
         self._sampler = sampler
         draft = Draft.empty(len(rows), sampler.device)
         for source in self.sources:  # as in a round without costs
-            wanted = lengths_without_costs(lengths, draft, lengths)
-            if any(wanted):
-                proposed = source.drafter.propose(rows, wanted, sampler)
-                draft = Draft.where([not length for length in wanted], draft, proposed)
+            wanted_lengths = lengths_without_costs(lengths, draft, lengths)
+            if any(wanted_lengths):
+                proposed = source.drafter.propose(rows, wanted_lengths, sampler)
+                draft = Draft.where([not length for length in wanted_lengths], draft, proposed)
         return draft
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
@@ -161,7 +161,7 @@ class SampledTexts:
             self._evidence[name] = self._evidence.get(name, torch.zeros(1)) + evidence.cpu()
 
     def bound(self) -> tuple[float, str]:
-        """How probable the strongest evidence is, at most, all comparisons counted; and its comparison."""
+        """An upper bound on the probability of the strongest evidence, all comparisons counted; and its comparison."""
         bounds = [
             (bound_of(evidence), f"{name}, {event}" if len(rows) > 1 else name)
             for name, rows in self._evidence.items()
@@ -172,7 +172,7 @@ class SampledTexts:
 
     @property
     def passed(self) -> bool:
-        """Whether no token was impossible, and all frequencies are probable enough."""
+        """True if no token was impossible and all frequencies are probable enough."""
         return self.impossible == 0 and self.error == 0 and self.bound()[0] >= FALSE_ALARM
 
     def __str__(self) -> str:
@@ -198,7 +198,7 @@ def evidence_of(happened: Tensor, chances: Tensor) -> Tensor:
 
 
 def bound_of(evidence: Tensor) -> float:
-    """The probability of as much evidence [rates] against the distribution under test, at most."""
+    """An upper bound on the probability of evidence [rates] this strong against the distribution under test."""
     return min(1.0, len(evidence) * exp(-float(evidence.max())))
 
 
@@ -240,7 +240,7 @@ def bonus_from_raw_logits(p: Tensor, scores: Tensor, draft: Draft) -> Distributi
 
 
 def kept_from(depth: int) -> Callable[..., Distributions]:
-    """The right rule up to `depth` tokens; of a draft of which so many are accepted, it keeps all that follow."""
+    """The right rule up to `depth` tokens; if that many are accepted, it keeps all that follow."""
 
     def rule(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
         right = rejection(p, scores, draft)

@@ -3,11 +3,11 @@ r"""Grammars compiled for one model's vocabulary by llguidance, and a row's way 
 A mask is a function of the grammar and the tokens alone, and allows a single token wherever the grammar forces one:
 llguidance picks the tokens into which its tokenizer would cut the forced text.
 
-The rows of a grammar share its lexer, which llguidance builds as it reads texts and which stops for good at a limit,
-with `(\w{1,20} ?){1,25}` within ten tokens of random text; no row that shares it has a token left then. So that no
-row's text depends on what others, or its own drafts, have made of the lexer, a row *fails* where decoding it alone and
-without drafts would, from a lexer of its own: `_OwnLexer`. Rows leave a shared lexer when it has used half of what a
-row may use, before it can have hidden or caused a failure.
+The rows of a grammar share its lexer, which llguidance builds as it reads outputs. At a limit it stops for good, and no
+row that shares it can go on; `(\w{1,20} ?){1,25}` reaches the limit within ten random tokens. So that no output depends
+on lexer state left by other rows or by rejected drafts, a row fails exactly where it would if decoded alone without
+drafts, with a lexer of its own: `_OwnLexer`. Rows leave a shared lexer when half of its limit is used, before it can
+hide or cause a failure.
 """
 
 from __future__ import annotations
@@ -53,21 +53,20 @@ class _Vocabulary:
 
 
 class CompiledGrammar:
-    """A grammar with a lexer that several rows use.
-
-    is_worn: new rows get another one, as a row had to leave it. is_spent: all rows leave it.
-    """
+    """A grammar with a lexer that several rows use."""
 
     def __init__(self, grammar: str, new_matcher: Callable[[int], Any], limits: Limits) -> None:
         self.grammar, self.new_matcher, self.limits = grammar, new_matcher, limits
         self.matcher = new_matcher(limits.step_cost)
-        self.is_worn, self.is_spent = False, lexer_cost(self.matcher) > limits.lexer_cost // 2
+        self.is_worn = False  # a row had to leave this lexer: start new rows on a fresh one
+        self.is_spent = lexer_cost(self.matcher) > limits.lexer_cost // 2  # near its limit: move every row off it
         self._unchecked = 0  # masks since the lexer's cost was read
 
     def masks_asked(self, matcher: Any, count: int) -> None:
-        """Note that so many masks were computed; checks what the lexer has cost before it can have cost too much."""
+        """Note that this many masks were computed, and check the lexer's cost before it can be too high."""
         self._unchecked += count
-        if self._unchecked > self.limits.unchecked_masks:
+        # fewer masks cannot use up half of what a row may use of the lexer
+        if self._unchecked > self.limits.lexer_cost // (2 * self.limits.step_cost):
             self._unchecked = 0
             self.is_spent = self.is_spent or lexer_cost(matcher) > self.limits.lexer_cost // 2
 
@@ -284,8 +283,8 @@ class GrammarState:
 class _OwnLexer:
     """A row's way through a grammar with a lexer that no other row uses, mask by mask as plain decoding goes.
 
-    It fails where the text has made the lexer, or a step, too expensive. What other texts have cost, such as rejected
-    drafts, does not count: it then begins anew.
+    It fails where the output has made the lexer, or a step, too expensive. If other tokens, such as rejected drafts,
+    have added to the cost, it starts over with a fresh lexer.
     """
 
     def __init__(self, compiled: CompiledGrammar, model_ends: frozenset[int], row_ends: frozenset[int]) -> None:
@@ -359,15 +358,15 @@ def _executor() -> Any:
 
 
 class RowConstraint(Protocol):
-    """Tells which tokens may follow. An answer is a function of the tokens in the question and of nothing else.
+    """Says which tokens may follow; the answer depends on nothing but the tokens in the question.
 
     output: tokens after the prompt; draft: tokens after these. V: the target's vocabulary.
     """
 
     def masks(self, output: Sequence[int], draft: Sequence[int]) -> NDArray[np.uint8]:
-        """[len(draft) + 1, at least V / 8] bits, the lowest first: what may follow the output and each draft token.
+        """[len(draft) + 1, at least V / 8] bits, lowest first: tokens that may follow the output and each draft token.
 
-        What follows a token that is not allowed, or the end, is left open: all bits are set.
+        After a token that is not allowed, or the end, all bits are set.
         """
 
     def num_legal(self, output: Sequence[int], draft: Sequence[int]) -> int:

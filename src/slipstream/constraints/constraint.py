@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.checks import arguments_named, changed_repr, is_text
-from slipstream.constraints.grammar_text import (
-    WHITESPACE,
-    choice_grammar,
-    json_grammar,
-    lark_grammar,
-    regex_grammar,
-)
+from slipstream.constraints.grammar_text import WHITESPACE, choice_grammar, json_grammar, lark_grammar, regex_grammar
 from slipstream.constraints.grammar_trial import check_grammar
 from slipstream.errors import UsageError
 

@@ -23,7 +23,8 @@ SIZES = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "max
 EXACT = 1 << 53  # llguidance reads numbers as floats, in which whole numbers are exact up to here
 LARGEST = (1 << 63) - 1024  # the largest float that fits llguidance's 64-bit whole numbers
 REFERENCES = 8  # that are followed one after the other, as they may form a circle
-DIGITS, DECIMALS = 15, 22  # a float read from text is exact up to so many digits, so many of them after the point
+DIGITS = 15  # a float read from text is exact up to this many digits
+DECIMALS = 22  # and this many of them after the point
 
 DATE_TIME = {
     "year": r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])",
@@ -231,8 +232,8 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return {kinds}
-    every = ("string", "number", "integer", "object", "array", "boolean", "null")
-    return set(map(str, kinds if isinstance(kinds, list) else every))
+    all_kinds = ("string", "number", "integer", "object", "array", "boolean", "null")
+    return set(map(str, kinds if isinstance(kinds, list) else all_kinds))
 
 
 def _rewrite_bounds(schema: dict[str, Any]) -> None:
@@ -272,8 +273,8 @@ def _shorter_numbers(low: int | float | None, high: int | float | None) -> list[
     """
     shorter = set[float]()
     for bound in (low if low is not None and low < 0 else 0, high if high is not None and high > 0 else 0):
-        whole, _, decimals = f"{Decimal(repr(bound)):f}".partition(".")
-        shorter |= {float(f"{whole}.{decimals[:count]}") for count in range(1, len(decimals))}
+        integer, _, decimals = f"{Decimal(repr(bound)):f}".partition(".")
+        shorter |= {float(f"{integer}.{decimals[:count]}") for count in range(1, len(decimals))}
     return sorted(number for number in shorter if (low is None or low <= number) and (high is None or number <= high))
 
 
@@ -296,8 +297,8 @@ def _inside(keyword: str, value: Any, *, is_strict: bool, is_whole: bool) -> lis
     # the fewest digits that identify a large float, which llguidance writes and schemas have, may lie on its outer side
     steps = 1 if abs(value) > EXACT and not (is_whole and isinstance(value, int)) else 0
     if is_whole:
-        whole = math.ceil(exact) if is_low else math.floor(exact)
-        return [_whole_float(whole + side * (is_strict and whole == exact), side, steps)]
+        bound = math.ceil(exact) if is_low else math.floor(exact)
+        return [_whole_float(bound + side * (is_strict and bound == exact), side, steps)]
     # the smallest number above 0 has `DECIMALS` digits after the point
     context = Context(DIGITS, ROUND_CEILING if is_low else ROUND_FLOOR, Emin=DIGITS - 1 - DECIMALS)
     number = exact if exact % 1 == 0 and abs(exact) <= EXACT else context.plus(exact)
@@ -306,10 +307,10 @@ def _inside(keyword: str, value: Any, *, is_strict: bool, is_whole: bool) -> lis
     return [_whole_float(int(number), side, steps) if number % 1 == 0 else float(number)]
 
 
-def _whole_float(whole: int, side: int, steps: int = 0) -> int:
-    """The float nearest to a whole bound on its inner side, or so many further. side: 1 for a minimum, else -1."""
-    number = float(whole)
-    for _ in range(steps + ((whole - int(number)) * side > 0)):
+def _whole_float(bound: int, side: int, steps: int = 0) -> int:
+    """The float nearest to a whole bound on its inner side, or `steps` further in. side: 1 for a minimum, else -1."""
+    number = float(bound)
+    for _ in range(steps + ((bound - int(number)) * side > 0)):
         number = math.nextafter(number, side * math.inf)
     return max(-LARGEST, min(LARGEST, int(number)))
 
@@ -332,7 +333,7 @@ def _check_common_multiple(steps: Sequence[Any]) -> None:
     numbers = sorted({abs(step) for step in steps if isinstance(step, int | float) and not isinstance(step, bool)})
     read = [_step_read(number) for number in numbers]
     scale = max((exponent for _, exponent in read), default=0)
-    scaled = [whole * 10 ** (scale - exponent) for whole, exponent in read if whole]
+    scaled = [digits * 10 ** (scale - exponent) for digits, exponent in read if digits]
     if len(scaled) > 1 and math.lcm(*scaled) * max(scaled) >= 1 << 32:
         raise UsageError(
             f"constraint: json_schema: multipleOf {' and '.join(map(str, numbers)):.80} have no small common multiple; "

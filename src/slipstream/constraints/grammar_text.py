@@ -54,11 +54,6 @@ class Limits:
             max_lexer_states=self.lexer_states,
         )
 
-    @property
-    def unchecked_masks(self) -> int:
-        """Number of masks of a shared lexer that may go unchecked: they cannot use up half of what a row may use."""
-        return self.lexer_cost // (2 * self.step_cost)
-
 
 LIMITS = Limits()
 

@@ -79,7 +79,6 @@ class GrammarTrials:
     _owner: int = 0  # the process that started it; one made by a fork starts its own
 
     def of(self, grammar: str) -> Trial:
-        """The outcome of compiling this grammar."""
         key = hashlib.sha256(grammar.encode()).digest()
         with self._turn:
             if key not in self._saved:

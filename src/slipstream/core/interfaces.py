@@ -269,17 +269,14 @@ class Checkpoints(Protocol):
 
 @runtime_checkable
 class LongTexts(Protocol):
-    """Optional capability of a backend that computes long texts differently from short ones, from the first token on.
+    """Optional capability of a backend: it computes long texts differently from short ones, from the first token on."""
 
-    longest_short: the most tokens of a short text; None if all texts are computed alike. reads_anew: whether a text
-    that becomes long while it is generated must be read again from its beginning; if not, its cache stays valid.
-    """
-
-    longest_short: int | None
+    longest_short: int | None  # tokens of the longest short text; None if all texts are computed alike
+    # a text that becomes long while it is generated must be read again; if False, its cache stays valid
     reads_anew: bool
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
-        """Called before forwards of a slot: whether its text is a long one."""
+        """Called before forwards of a slot. is_long: its text is a long one."""
 
 
 def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) -> None:

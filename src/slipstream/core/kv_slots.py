@@ -149,12 +149,12 @@ class CacheAudit:
 
 @dataclass
 class SlotTable:
-    """The slots of one model. states: what each holds; prefill_tokens: how many prompt tokens were read so far."""
+    """The slots of one model."""
 
     backend: Backend
     shapes: Shapes = EXACT_FIT
     states: list[SlotState] = field(default_factory=list)
-    prefill_tokens: int = 0
+    prefill_tokens: int = 0  # prompt tokens read so far
     audit: CacheAudit | None = None
 
     def __post_init__(self) -> None:

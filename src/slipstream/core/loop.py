@@ -127,9 +127,9 @@ class Engine:
         whose token comes from the prompt's logits.
         """
         longest = self.target.table.longest_draft(rows)
-        most = MAX_DRAFT_TOKENS if longest is None else min(longest, MAX_DRAFT_TOKENS)
+        limit = MAX_DRAFT_TOKENS if longest is None else min(longest, MAX_DRAFT_TOKENS)
         first_drafts = not self.target.returns_prompt_logits
-        room = [max(0, min(most, row.remaining - 1)) if row.rounds or first_drafts else 0 for row in rows]
+        room = [max(0, min(limit, row.remaining - 1)) if row.rounds or first_drafts else 0 for row in rows]
         for place, row in enumerate(rows):
             if row.params.num_draft_tokens is not None:
                 room[place] = min(room[place], row.params.num_draft_tokens)
@@ -178,7 +178,7 @@ class Engine:
 
 
 class Times(NamedTuple):
-    """When a step began, and when its parts ended, in seconds."""
+    """The times, in seconds, at which a step began and its parts ended."""
 
     started: float
     prefilled: float
@@ -309,7 +309,6 @@ class RowOutcome:
 
     @property
     def accepted(self) -> list[int]:
-        """The accepted draft tokens, in order."""
         return [*self.draft[: self.num_accepted]] if self.path is None else [self.draft[node] for node in self.path]
 
     @property

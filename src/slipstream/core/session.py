@@ -37,7 +37,6 @@ class Session(DraftScorer):
 
     @property
     def shapes(self) -> Shapes:
-        """The forward shapes that are allowed."""
         return self.table.shapes
 
     @property
@@ -68,7 +67,6 @@ class Session(DraftScorer):
         self.table.reserve(rows, length)
 
     def forget(self) -> None:
-        """Drop what is cached."""
         self.slot_states[:] = [SlotState() for _ in self.slot_states]
 
     def with_shapes(self, shapes: Shapes) -> Session:

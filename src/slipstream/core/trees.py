@@ -35,17 +35,13 @@ class TreeSegment:
 
 @runtime_checkable
 class TreeForwards(Protocol):
-    """Optional capability of a backend: tokens of a row that follow different paths share a forward.
-
-    branching: whether it works for this model on this device. flat: whether the layers take all tokens side by side,
-    and attention alone tells them apart.
-    """
+    """Optional capability of a backend: tokens of a row that follow different paths share a forward."""
 
     @property
-    def branching(self) -> bool: ...
+    def branching(self) -> bool: ...  # it works for this model on this device
 
     @property
-    def flat(self) -> bool: ...
+    def flat(self) -> bool: ...  # layers take all tokens side by side, and attention alone tells them apart
 
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
         """One forward of tokens [T]: those of each segment in turn, then padding, which counts to the last segment.

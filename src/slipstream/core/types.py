@@ -235,7 +235,7 @@ class Row:
     def true_length(self, round_index: int, base: int) -> int:
         """Number of leading tokens committed by now in a cache that was filled with the row and the round's draft.
 
-        base: how many were committed before that round; the result, if the round was interrupted before its commit.
+        base: number committed before that round; the result, if the round was interrupted before its commit.
         """
         if round_index >= len(self.rounds):
             return base

@@ -136,14 +136,11 @@ class CostModel:
     def _forward(self, rows: int, longest: int, drafted: int) -> tuple[tuple[int, int], float]:
         key = rows, longest, drafted
         if key not in self._forwards:  # every round asks for many, mostly the same ones
-            tokens = self._tokens(rows, longest, drafted)
+            even, ragged = rows * self.pad(longest + 1, rows), self.ragged(rows, drafted)
+            tokens = even if ragged is None else min(even, ragged)
             # noisy measurements must not make a forward free
             self._forwards[key] = (rows, tokens), max(1e-3, self._calibrated(rows, tokens))
         return self._forwards[key]
-
-    def _tokens(self, rows: int, longest: int, drafted: int) -> int:
-        even, ragged = rows * self.pad(longest + 1, rows), self.ragged(rows, drafted)
-        return even if ragged is None else min(even, ragged)
 
     def _calibrated(self, rows: int, tokens: int) -> float:
         """Milliseconds of a forward, interpolated from the calibration; without one, in forwards of one token."""
@@ -194,7 +191,7 @@ class CostModel:
         return milliseconds * (1e-3 if self._speed is None else exp(self._speed))
 
     def reading(self, tokens: int) -> float:
-        """Seconds that the draft model takes to read so many tokens before its first step."""
+        """Seconds that the draft model takes to read this many tokens before its first step."""
         if self._seconds_per_token_read is not None:
             return tokens * self._seconds_per_token_read
         if self.token is not None:

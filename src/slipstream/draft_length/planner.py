@@ -35,10 +35,10 @@ from slipstream.draft_length.costs import CostModel, best_lengths
 LONGEST, IN_BATCH = 63, 15  # most tokens of a retrieval draft: of a row alone, and of each in a large batch
 STEPS = 8  # most steps of a draft model in a round
 SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried again
-# the share of tokens that retrieval leaves to the draft model is averaged over so many tokens, of a row and of all rows
+# the share of tokens that retrieval leaves to the draft model is averaged over this many tokens of a row, or of all
 OWN_TOKENS, ALL_TOKENS = 16, 128
-SEARCHES = 32  # the seconds that searches take and save are averaged over so many searches of a row
-PACED = 12  # a row's pace is estimated as if it had had so many more rounds, of one token each
+SEARCHES = 32  # the seconds that searches take and save are averaged over this many searches of a row
+PACED = 12  # a row's pace is estimated as if it had had this many more rounds, of one token each
 SPREAD = 0.07  # of the longest row's rounds: how far drafts move rows apart
 PRIOR_TOKENS = 64.0  # tokens of a text, before any has ended
 
@@ -70,8 +70,8 @@ class Worth(NamedTuple):
     def of_draft(self, probs: Sequence[float], depths: Sequence[int], common: float) -> list[float]:
         """The expected worth of a draft's tokens, which never rises from one to the next.
 
-        probs: each token's probability of being accepted; depths: how many draft tokens come before it in the text.
-        common: how many tokens all rows gain, which put no row ahead.
+        probs: each token's probability of being accepted; depths: number of draft tokens before it in the text.
+        common: tokens that all rows gain, which put no row ahead.
         """
         worths = (self.of(max(0.0, depth + 1 - common)) for depth in depths)
         return list(accumulate(map(mul, worths, probs), min))
@@ -100,7 +100,7 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
     # where texts end long before their limits, their ends are spread as far as they are long
     open_ended = max(0.0, 1 - typical / max(1, *(row.remaining for row in rows)))
     spread = (SPREAD + open_ended) * longest
-    weights = [exp((left - longest) / spread) for left in rounds_left]  # relative chances of ending last
+    weights = [exp((rounds - longest) / spread) for rounds in rounds_left]  # relative chances of ending last
     return [Worth(base, (1 - base) * len(rows) * weight / sum(weights), spread) for weight in weights]
 
 
@@ -343,7 +343,7 @@ class Planner:
         return is_due or self._saved_seconds is None or self._saved_seconds > self._search_seconds
 
     def _token_seconds(self, count: int) -> float:
-        """Seconds per token of so many rows without drafts: what one more accepted token saves."""
+        """Seconds per token of this many rows without drafts, which is what one more accepted token saves."""
         return self.costs.verify(count, 0) / count
 
     def _learn(self, row: Row) -> None:

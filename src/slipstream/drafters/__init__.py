@@ -102,7 +102,7 @@ def traits_of(drafter: str | Drafter) -> Traits:
 def preferred(*, draft_model: bool, costs: bool) -> str:
     """The drafter that "auto" stands for: the one of the highest preference whose needs are met.
 
-    draft_model: whether there is one. costs: whether measured costs decide how much to draft.
+    draft_model: there is one. costs: measured costs decide how much to draft.
     """
     by_name = {name: traits(name) for name in names()}
     usable = {

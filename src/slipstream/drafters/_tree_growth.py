@@ -45,15 +45,11 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Alternatives:
-    """Estimates how likely each of a place's candidates is to be accepted.
+    """Estimates how likely each of a place's candidates is to be accepted."""
 
-    chance: acceptance probability by kind, given that the candidates before it are wrong. limit: most candidates of a
-    place. kinds: how many kinds first choices have; second choices have as many again, and so on up to `ranks`.
-    """
-
-    chance: Callable[[int], float]
-    limit: int
-    kinds: int
+    chance: Callable[[int], float]  # acceptance probability by kind, given that the candidates before it are wrong
+    limit: int  # most candidates of a place
+    kinds: int  # kinds of first choices; second choices have as many again, and so on up to `ranks`
     ranks: int
 
     def followers(self, candidates: Iterable[tuple[int, int, Any]], prob: float) -> Iterator[Follower]:
@@ -70,16 +66,13 @@ class Alternatives:
 
 
 def grown(
-    followers: Callable[[Any, float], Iterator[Follower]],
-    start: Any,
-    length: int,
-    deepest: int | None = None,
+    followers: Callable[[Any, float], Iterator[Follower]], start: Any, length: int, deepest: int | None = None
 ) -> list[Node]:
     """The `length` likeliest nodes (at least 1) of all paths, likeliest first; none below UNLIKELY.
 
-    followers(place, prob): what may follow a path of probability `prob` that ends at `place`, likeliest first and none
-    likelier than the path; the iterator is read only as far as the tree needs. deepest: grow a chain of up to so many
-    tokens with leaves beside it; by default every node may be followed.
+    followers(place, prob): the tokens that may follow a path of probability `prob` that ends at `place`, likeliest
+    first and none likelier than the path; the iterator is read only as far as the tree needs. deepest: grow a chain of
+    up to this many tokens with leaves next to it; by default every node may be followed.
     """
     nodes, waiting = list[Node](), list[tuple[Any, ...]]()  # a heap, by probability, then by age
 
@@ -106,7 +99,7 @@ def draft_of(
 ) -> Draft:
     """A draft of one tree per row; without branches a chain.
 
-    lengths: how many tokens were asked for in each row. has_probs: whether the nodes' probabilities mean something.
+    lengths: numbers of requested tokens. has_probs: the nodes' probabilities mean something.
     """
     probs = [[node.prob for node in nodes] for nodes in trees] if has_probs else None
     draft = Draft.from_lists([[node.token for node in nodes] for nodes in trees], device, probs)
@@ -144,7 +137,6 @@ class LearnedByGroup(Generic[T]):
         self._others: dict[str, T] = {}
 
     def of(self, group: str) -> T:
-        """The memory of a group."""
         if not group:
             return self.default
         memory = self._others.pop(group, None)
@@ -156,5 +148,4 @@ class LearnedByGroup(Generic[T]):
         return memory
 
     def forget_others(self) -> None:
-        """Drop all but the default group's."""
         self._others.clear()

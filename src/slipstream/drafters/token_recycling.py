@@ -56,7 +56,11 @@ class FollowerTable:
         for context in contexts:
             weights = self._find(context)
             ranks: dict[int, float] = dict(zip(ranking, self._weights, strict=False))
-            self._young[context] = ranks if weights is None else self._merged(ranks, weights)
+            if weights is not None:
+                for token, weight in weights.items():
+                    ranks[token] = ranks.get(token, 0.0) + 0.9 * weight  # older rankings fade
+                ranks = dict(sorted(ranks.items(), key=itemgetter(1), reverse=True)[: len(self._weights)])
+            self._young[context] = ranks
         if len(self._young) >= SPAN:
             self._old, self._young = self._young, {}
 
@@ -72,11 +76,6 @@ class FollowerTable:
         weights = self._young.get(context)
         return self._old.get(context) if weights is None else weights
 
-    def _merged(self, ranks: dict[int, float], earlier: dict[int, float]) -> dict[int, float]:
-        for token, weight in earlier.items():
-            ranks[token] = ranks.get(token, 0.0) + 0.9 * weight  # older rankings fade
-        return dict(sorted(ranks.items(), key=itemgetter(1), reverse=True)[: len(self._weights)])
-
 
 @dataclass
 class TokenRecyclingDrafter:
@@ -86,8 +85,8 @@ class TokenRecyclingDrafter:
     any row goes into a shared table as well. Contexts of two and three tokens are looked up before single ones, and in
     the row's table before the shared one. Drafts are one-hot. A table holds at most 2 * SPAN contexts.
     width: alternatives stored per context. acceptance_model: if set, drafts have acceptance probabilities, learned from
-    earlier tokens of their kinds. branches: alternatives proposed beside the best of each place. fixed_tree: a chain
-    with as many alternatives beside each token as the user asked for.
+    earlier tokens of their kinds. branches: alternatives proposed next to the best of each place. fixed_tree: a chain
+    with as many alternatives next to each token as the user asked for.
     """
 
     vocab_size: int
@@ -192,16 +191,13 @@ class TokenRecyclingDrafter:
         return CHANCES[kind]
 
     def _tables(self, row: Row) -> tuple[FollowerTable, FollowerTable]:
-        return self._table(row), self._commons.of(row.group)
-
-    def _table(self, row: Row) -> FollowerTable:
         table = self._row_tables.get(row)
         if table is None:
             table = self._row_tables[row] = FollowerTable(self.width)
             # the newest of the text, as much as the table can hold
             for end in range(max(1, len(row.tokens) - SPAN), len(row.tokens)):
                 table.enter(self._contexts(row.tokens[max(0, end - CONTEXT) : end]), row.tokens[end : end + 1])
-        return table
+        return table, self._commons.of(row.group)
 
     def _contexts(self, text: Sequence[int]) -> list[int]:
         """The last 1, 2, ... CONTEXT tokens of a text, each as one number."""

@@ -188,25 +188,20 @@ class BatchJob:
         SlipstreamError if the files belong to another job or cannot be written; finished answers stay in them.
         """
         with JobState(self._files, self._reader.digests, self.report, self._reader.fingerprint) as state:
-            self._decode(state, on_progress)
+            pool, pending, more = RequestPool(self._decoder), state.pending(), True
+            self.report.work = pool.work
+            while more or pool.unfinished:
+                while more and pool.has_room:
+                    window = list(islice(pending, WINDOW))
+                    more = len(window) == WINDOW
+                    requests = [request for line in window if (request := self._read(state, line)) is not None]
+                    pool.add(ordered(requests, first_row, self._decoder.shapes.reuse))
+                if not more:
+                    pool.await_together()
+                self._write(state, pool.step())
+                on_progress(state.tick())
             state.tick()
         return self.report
-
-    def _decode(self, state: JobState, on_progress: Progress) -> None:
-        pool = RequestPool(self._decoder)
-        pending = state.pending()
-        self.report.work = pool.work
-        more = True
-        while more or pool.unfinished:
-            while more and pool.has_room:
-                window = list(islice(pending, WINDOW))
-                more = len(window) == WINDOW
-                requests = [request for line in window if (request := self._read(state, line)) is not None]
-                pool.add(ordered(requests, first_row, self._decoder.shapes.reuse))
-            if not more:
-                pool.await_together()
-            self._write(state, pool.step())
-            on_progress(state.tick())
 
     def _read(self, state: JobState, line: Line) -> JobRequest | None:
         try:

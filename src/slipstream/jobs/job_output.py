@@ -140,7 +140,10 @@ class ErrorFile:
         self.path = path
         try:
             if path.exists():
-                _check(path)
+                with open(path, "rb") as file:
+                    for number, line in enumerate(file, 1):
+                        if line.endswith(b"\n") and "line" not in _parsed(path, number, line):
+                            raise no_output(path, number)  # a file that was not written by a job is not deleted
                 path.unlink()
         except OSError as error:
             raise UsageError(f"the error file {str(path)!r} cannot be written: {os_reason(error)}") from error
@@ -151,11 +154,3 @@ class ErrorFile:
                 file.write(line_bytes(line))
         except OSError as error:
             raise SlipstreamError(f"the error file {str(self.path)!r} cannot be written: {os_reason(error)}") from error
-
-
-def _check(path: Path) -> None:
-    """Refuse to delete a file that was not written by a job."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith(b"\n") and "line" not in _parsed(path, number, line):
-                raise no_output(path, number)

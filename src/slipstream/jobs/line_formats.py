@@ -247,18 +247,15 @@ class PlainLines:
         if named := next((name for name in options if name in FORMS), None):
             raise UsageError(f"unknown option {named!r}; allowed: {IN_A_LINE}")
         if isinstance(options.get("constraint"), dict):
-            options["constraint"] = _constraint(options["constraint"])
+            try:
+                options["constraint"] = Constraint(**options["constraint"])
+            except TypeError:
+                kinds = ", ".join(KINDS)
+                raise UsageError(f"constraint={options['constraint']!r:.80}; allowed: one of {kinds}") from None
         if isinstance(options.get("logit_bias"), dict):
             options["logit_bias"] = {_token_id(name): bias for name, bias in options["logit_bias"].items()}
         params = replace(self.options.params, **options)  # raises for what is unknown or not allowed
         return params if params.seed is not None else replace(params, seed=seed_of(key))
-
-
-def _constraint(fields: dict[str, Any]) -> Constraint:
-    try:
-        return Constraint(**fields)
-    except TypeError:
-        raise UsageError(f"constraint={fields!r:.80}; allowed: one of {', '.join(KINDS)}") from None
 
 
 def _token_id(name: object) -> int:

@@ -20,7 +20,6 @@ class Work:
     accepted_tokens: int = 0
 
     def note(self, rounds: Iterable[Round]) -> None:
-        """Add the rounds of a step."""
         for round in rounds:
             unforced = round.without_forced
             self.output_tokens += len(round.tokens)

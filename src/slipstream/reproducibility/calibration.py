@@ -163,13 +163,7 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
     if isinstance(trials.backend, TreeForwards) and not isinstance(trials.backend, RaggedForwards):
         milliseconds = {max(times): times[max(times)]}  # chains are padded; trees may have as many tokens as were timed
     return Calibration(
-        tuple(trials.widths),
-        unit,
-        times,
-        prompts=True,
-        attended_lengths=lengths,
-        totals=milliseconds,
-        every_total=True,
+        tuple(trials.widths), unit, times, prompts=True, attended_lengths=lengths, totals=milliseconds, every_total=True
     )
 
 

@@ -24,7 +24,7 @@ from slipstream.sampling.params import SamplingParams
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many tokens of a ragged forward its rows get, in turn
 FEW_ROWS = 3  # of ragged forwards of few rows
 FEWEST_TURNS, FEWEST_RAGGED_TURNS, MOST_TURNS = 3, 2, 16
-# forwards of up to so many tokens (ragged: FEW_RAGGED), which most verifications have, get at least FEWEST_OF_FEW turns
+# forwards of up to this many tokens (ragged: FEW_RAGGED), as most verifications have, get FEWEST_OF_FEW turns or more
 FEW, FEW_RAGGED, FEWEST_OF_FEW = 16, 32, 6
 SECONDS = 1.5  # after this time a shape gets no more than its fewest turns
 TEXT, SHORT = 64, 8  # tokens of a prompt whose reading is timed, and of prompts for which only drafting is timed

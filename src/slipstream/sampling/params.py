@@ -177,7 +177,6 @@ class SamplingParams:
                     raise UsageError(f"{name}: token id {token}; allowed: 0 to {vocab_size - 1}")
 
     def __repr__(self) -> str:
-        """Shows what differs from the defaults."""
         return changed_repr(self)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from types import FunctionType
 from typing import cast
 
@@ -33,25 +34,21 @@ def params_of(row: Row) -> SamplingParams:
 
 
 class BatchProcessor:
-    """One kind of processor for a whole batch. Inactive ones are left out of the loop.
-
-    `apply` edits scores [B, J, V] in place; draft: [B, K]; `first` draft tokens come before position 0.
-    may_fail: whether it runs the request's own code.
-    """
+    """One kind of processor for a whole batch. Inactive ones are left out of the loop."""
 
     active = False
-    may_fail = False
+    may_fail = False  # it runs the request's own code
 
     @property
     def failures(self) -> Mapping[int, tuple[int, Exception]]:
-        """Rows whose processors failed: index in the batch -> how many draft tokens had been seen, the exception."""
+        """Failed rows: index in the batch -> number of draft tokens seen before, and the exception."""
         return {}
 
     def taken(self, row: int, path: Sequence[int]) -> None:
         """Forget the failures of row number `row` that are not on the path of a tree with these tokens."""
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
-        """Edit the scores [B, J, V] in place; position j has seen first + j draft tokens."""
+        """Edit the scores [B, J, V] in place; position j has seen the first `first` + j tokens of the draft [B, K]."""
         raise AssertionError(f"{type(self).__name__} is not active")
 
     def drafted(self) -> None:
@@ -138,9 +135,8 @@ class RequestProcessors(FallibleProcessor):
                     for processor in params_of(row).logits_processors:
                         scores[i, j] = self._call(processor, context, scores[i : i + 1, j])[0]
                 except Exception as error:  # a user's code may raise anything; it ends its own row alone
-                    self._failures[i] = min(
-                        self._failures.get(i, (first + j, error)), (first + j, error), key=_position
-                    )
+                    failure = first + j, error
+                    self._failures[i] = min(self._failures.get(i, failure), failure, key=itemgetter(0))
                     break  # what follows this position cannot be committed
 
     def _call(self, processor: Processor, context: Tensor, scores: Tensor) -> Tensor:
@@ -149,10 +145,6 @@ class RequestProcessors(FallibleProcessor):
         answer = check_stateless(processor, context, scores)
         self._checked.add(id(processor))
         return answer
-
-
-def _position(failure: tuple[int, Exception]) -> int:
-    return failure[0]
 
 
 class _RowTokens:

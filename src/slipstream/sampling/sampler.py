@@ -107,7 +107,8 @@ class Sampler:
 
     def _choose_everywhere(self, scores: Tensor, draft: Draft) -> Tensor:
         scores = scores.float()
-        keys = self._token_keys(scores.shape[1])
+        # [B, J] bits of the noise of each position
+        keys = self.race.bits(self._keys(Stream.TOKEN, range(scores.shape[1]))) if self._groups else None
         if keys is not None and draft.parents is not None:
             offsets = [[0, *(1 + depth for depth in depths(parents))] for parents in draft.parents]
             padded = torch.tensor([[*row, *[0] * (scores.shape[1] - len(row))] for row in offsets], dtype=torch.int64)
@@ -151,11 +152,11 @@ class Sampler:
 
     def _winners(self, warp: Warp, scores: Sequence[Tensor], keys: Sequence[int]) -> list[int]:
         """`_drawn` for several scores [V]; computes a distribution only where the race has no sure winner."""
-        sure = [self.race.sure_winner(*place, warp.options) for place in zip(scores, keys, strict=True)]
-        if unsure := [i for i, winner in enumerate(sure) if winner is None]:
+        winners = [self.race.sure_winner(*place, warp.options) for place in zip(scores, keys, strict=True)]
+        if unsure := [i for i, winner in enumerate(winners) if winner is None]:
             bits = self.race.bits(words([keys[i] for i in unsure]))
             drawn = iter(self._drawn(warp, torch.stack([scores[i] for i in unsure]).float(), bits).tolist())
-        return [next(drawn) if winner is None else winner for winner in sure]
+        return [next(drawn) if winner is None else winner for winner in winners]
 
     def _drawn(self, warp: Warp, scores: Tensor, keys: Tensor) -> Tensor:
         """[N] tokens from scores [N, V] and the noise of their positions [N]; NONE where no token is possible."""
@@ -198,10 +199,6 @@ class Sampler:
     def _token_key(self, row: int, offset: int) -> int:
         """The key of the noise `offset` positions after a row's committed tokens."""
         return absorbed(self._token_seeds[row], len(self.rows[row].tokens) + offset)
-
-    def _token_keys(self, positions: int) -> Tensor | None:
-        """[B, positions] bits of the noise of each position; None if no row is sampled."""
-        return self.race.bits(self._keys(Stream.TOKEN, range(positions))) if self._groups else None
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """One token per position from probs [B, J, V], keyed by (seed, stream, absolute position) -> [B, J].

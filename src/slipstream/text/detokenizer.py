@@ -156,8 +156,8 @@ def read_as_committed(row: Row, tokenizer: Tokenizer | None) -> None:
 
 def new_text(row: Row, tokenizer: Tokenizer | None) -> str:
     """The text that a row's last round added; if tokens are not read as they are committed, all of it at the end."""
-    whole = "" if row.finish_reason is None else text_of(row, tokenizer)
-    return whole if row.text is None else cast(RowText, row.text).take()
+    text = "" if row.finish_reason is None else text_of(row, tokenizer)
+    return text if row.text is None else cast(RowText, row.text).take()
 
 
 def text_of(row: Row, tokenizer: Tokenizer | None) -> str:

@@ -79,7 +79,7 @@ def read_conversation(messages: Any) -> Prompts:
 
 
 class FormOptions(TypedDict, total=False):
-    """What the chat template is given besides the messages, as keywords, for type checkers."""
+    """Inputs of the chat template besides messages, as keywords, for type checkers."""
 
     tools: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any]
@@ -91,7 +91,7 @@ class RequestOptions(SamplingOptions, FormOptions, total=False):
 
 
 def read_form(options: Any) -> ChatForm:
-    """What the chat template is given besides the messages; takes these out of a call's or a line's options."""
+    """Inputs of the chat template besides messages; removes them from the options of a call or a line."""
     variables, goes_on = options.pop("chat_template_kwargs", None), options.pop("continue_final_message", False)
     if not isinstance(variables, Mapping | None) or not all(isinstance(name, str) for name in variables or ()):
         example = "{'enable_thinking': False}"
@@ -131,14 +131,14 @@ def read_ids(token_ids: Any, vocab_size: int) -> list[int]:
 
 
 def is_ids(prompt: Any) -> bool:
-    """Whether this is a list of whole numbers, Python's or numpy's."""
+    """True for a list of whole numbers, Python's or numpy's."""
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     return all(isinstance(token, int | np.integer) and not isinstance(token, bool) for token in prompt)
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether this is meant as a list of chat messages."""
+    """True for a list that is meant as chat messages."""
     if not isinstance(prompt, list | tuple):
         return False
     return any(isinstance(message, Mapping) and ("role" in message or "content" in message) for message in prompt)
@@ -234,7 +234,7 @@ def texts_shown(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def check_size(name: str, texts: Iterable[str], tokenizer: Tokenizer, max_tokens: int) -> None:
-    """Refuse what cannot have so few tokens, whatever they are, before it is tokenised: that takes seconds per MB."""
+    """Refuse texts that are too long for `max_tokens` before they are tokenized, which takes seconds per MB."""
     size = sum(map(len, texts))
     if size <= max_tokens * USUAL_TOKEN_LENGTH:
         return
@@ -276,8 +276,8 @@ class RequestReader:
     def _check_form(self, prompt: Any, chat: bool) -> None:
         """Refuse options of the chat template for a prompt that it does not render."""
         tools, goes_on, variables = self.form.tools, self.form.goes_on, self.form.variables
-        asked = {"tools": tools, "continue_final_message": goes_on, "chat_template_kwargs": variables}
-        name = next((name for name, value in asked.items() if value), None)
+        requested = {"tools": tools, "continue_final_message": goes_on, "chat_template_kwargs": variables}
+        name = next((name for name, value in requested.items() if value), None)
         if name is not None and self._messages(prompt, chat) is None:
             what = "token ids" if is_ids(prompt) else "a text without the chat template"
             raise UsageError(f"{name} with {what}; allowed: with chat messages")
@@ -434,7 +434,7 @@ def _params_of_each(params: Any, count: int) -> list[Any]:
 
 
 def _name(index: int, prompts: Sequence[Any]) -> str:
-    """How messages name a prompt: by its number, if there are several."""
+    """The prompt's name in messages, with its number if there are several."""
     return f"prompt {index}" if len(prompts) > 1 else "prompt"
 
 

@@ -1,4 +1,4 @@
-"""What a request returns: a `Result`, a `Stream` of `Chunk`s, and `Stats`, which are computed from rounds alone."""
+"""The results of a request: a `Result`, a `Stream` of `Chunk`s, and `Stats`, which are computed from rounds alone."""
 
 from __future__ import annotations
 
@@ -133,7 +133,6 @@ class Stats:
         return self.num_output_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def __repr__(self) -> str:
-        """Shows the most important figures."""
         drafts = "nothing drafted" if self.acceptance_rate is None else f"{percent(self.acceptance_rate)} accepted"
         rounds = f"{self.block_efficiency:.1f} per forward, {drafts}"
         tokens, speed = counted(self.num_output_tokens, "token"), f"{self.tokens_per_second:.1f} tokens per second"
@@ -169,7 +168,6 @@ class Result:
         return self.text
 
     def __repr__(self) -> str:
-        """The beginning of the text and how it came about."""
         efficiency = f"{self.stats.block_efficiency:.1f} per forward"
         end = self.finish_reason if self.error is None else f"error: {self.error}"
         return f"Result({_shortened(self.text)!r}, {counted(len(self.token_ids), 'token')}, {efficiency}, {end})"
@@ -199,7 +197,7 @@ class Result:
     def debug(self) -> RoundLines:
         """Every round as a line: accepted, rejected and target-chosen tokens, with a legend.
 
-        Terminals and notebooks show it in colours if it is the value of a line; `print` writes it without colours.
+        Terminals and notebooks show it in colors if it is the value of a line; `print` writes it without colors.
         """
         return round_lines(self.rounds, self.tokenizer)
 
@@ -223,7 +221,7 @@ def with_calls(result: Result, tokenizer: Tokenizer | None, tools: Sequence[Mapp
 
 
 def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Result:
-    """The result of a finished row. lossless: whether it keeps the target's distribution."""
+    """The result of a finished row. lossless: it has the target's distribution."""
     assert row.finish_reason is not None
     return Result(
         text=text_of(row, tokenizer),
@@ -256,19 +254,16 @@ def _round(round: Round) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round added; `str` is its text.
+    """The output of one round; `str` is its text."""
 
-    text may lag behind token_ids while a character or a stop string is incomplete.
-    """
-
-    text: str
+    text: str  # may lag behind `token_ids` while a character or a stop string is incomplete
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
     round: Round
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the text ended with this chunk; None if it did not."""
+        """Reason why the output ended with this chunk; None if it did not."""
         return self.round.finish_reason
 
     def __str__(self) -> str:
@@ -303,7 +298,7 @@ class Stream(Iterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        """What `generate` would have returned; UsageError before the last chunk was read."""
+        """The result that `generate` would have returned; UsageError before the last chunk was read."""
         if self._result is None:
             raise UsageError("stream.result before all chunks were read; allowed: after the loop over them")
         return self._result
@@ -346,7 +341,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        """What `generate` would have returned; UsageError before the last chunk was read."""
+        """The result that `generate` would have returned; UsageError before the last chunk was read."""
         return self._stream.result
 
     async def aclose(self) -> None:
@@ -367,7 +362,6 @@ def chunks_of(row: Row, rounds: Iterable[Round], tokenizer: Tokenizer | None) ->
 
 
 def _shortened(text: str) -> str:
-    """A text, cut to what a line shows."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 

@@ -1,8 +1,8 @@
 """Shows what happened round by round, in terminals and notebooks, and writes figures and verdicts.
 
-Marks show where a token came from, so that no colour is needed. An accepted token has none, or stands between ^ signs
-if it came from a branch of a draft tree, or between = signs if a constraint forced it. Rejected tokens stand struck
-through between - signs, the target's own between + signs.
+Marks show where a token came from, so that no color is needed. An accepted token has none, except ^ around one from a
+branch of a draft tree, and = around one that a constraint forced. Rejected tokens are struck through and stand between
+-, the target's own between +.
 """
 
 from __future__ import annotations
@@ -100,14 +100,16 @@ def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[Roun
     for number, round in enumerate(rounds, 1):
         proposed = round.without_forced
         drafted, accepted = drafted + proposed.num_draft_tokens, accepted + proposed.num_accepted_tokens
-        committed = [Piece(o, _push(shown, t)) for o, t in zip(round.origins, round.tokens, strict=True)]
+        texts = [f"[{token}]" if shown is None else shown.push(token) for token in round.tokens]
+        committed = list(map(Piece, round.origins, texts))
         if round.finish_reason is not None and shown is not None and committed:
             committed[-1] = Piece(committed[-1].kind, committed[-1].text + shown.flush())
         kept = round.num_accepted_tokens
         for place in range(round.num_accepted_on_chain, kept):
             committed[place] = Piece("branch", committed[place].text)
         rejected = round.unaccepted if round.rejected or round.path is not None else ()
-        pieces = (*committed[:kept], *(Piece("rejected", _alone(tokenizer, t)) for t in rejected), *committed[kept:])
+        lost = [f"[{token}]" if tokenizer is None else tokenizer.decode([token]) for token in rejected]
+        pieces = (*committed[:kept], *(Piece("rejected", text) for text in lost), *committed[kept:])
         predicted = bool(round.num_prediction_tokens)
         yield RoundView(
             number, pieces, proposed.num_draft_tokens, proposed.num_accepted_tokens, drafted, accepted, predicted
@@ -119,12 +121,12 @@ def _kinds_of(all_views: Sequence[RoundView]) -> frozenset[Kind]:
 
 
 def _meanings(kinds: frozenset[Kind]) -> list[tuple[Kind, str]]:
-    """What the legend explains: the common kinds, and the rare ones that occur."""
+    """Kinds of tokens and their meanings: the common kinds, and the rare ones that occur."""
     return [(kind, meaning) for kind, meaning in _LEGEND if kind in kinds or kind not in ("branch", "forced")]
 
 
 def legend(kinds: frozenset[Kind] = frozenset()) -> Text:
-    """What colours and marks mean. kinds: those that occur; rare kinds are explained only if they do."""
+    """The meanings of colors and marks. kinds: those that occur; rare kinds are explained only if they do."""
     text = Text.assemble(("round accepted/drafted acceptance so far | ", "dim"))
     for kind, meaning in _meanings(kinds):
         before, after = MARKS[kind]
@@ -134,7 +136,7 @@ def legend(kinds: frozenset[Kind] = frozenset()) -> Text:
 
 
 def round_line(view: RoundView) -> Text:
-    """One round as a line of coloured, marked text."""
+    """One round as a line of colored, marked text."""
     line = Text.assemble((f"{view.caption} | ", "dim"))
     for piece in view.pieces:
         before, after = MARKS[piece.kind]
@@ -143,10 +145,10 @@ def round_line(view: RoundView) -> Text:
 
 
 class RoundLines(Text):
-    """Rounds as lines that show themselves: coloured in a terminal and a notebook, with their marks in a file."""
+    """Rounds as lines that show themselves: colored in a terminal and a notebook, with their marks in a file."""
 
     def __repr__(self) -> str:
-        """The lines as an interactive Python session shows them, in colours in a terminal."""
+        """The lines as an interactive Python session shows them, in colors in a terminal."""
         console = Console(force_jupyter=False)
         if console.legacy_windows:
             return self.plain
@@ -164,9 +166,10 @@ def round_lines(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> RoundLi
 
 
 def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
-    """The text in the colours of its tokens, and a table of rounds to unfold."""
+    """The output, each token in the color of its origin, and a table of rounds to unfold."""
     all_views = list(views(rounds, tokenizer))
-    text = "".join(_span(piece) for view in all_views for piece in view.pieces if piece.kind != "rejected")
+    kept = [piece for view in all_views for piece in view.pieces if piece.kind != "rejected"]
+    text = "".join(f'<span style="{_CSS[piece.kind]}">{escape(piece.text)}</span>' for piece in kept)
     lines = "".join(
         f"<tr><td><code>{escape(view.caption)}</code></td><td>{''.join(map(_marked, view.pieces))}</td></tr>"
         for view in all_views
@@ -182,20 +185,8 @@ def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
     )
 
 
-def _push(shown: TextStream | None, token: int) -> str:
-    return f"[{token}]" if shown is None else shown.push(token)
-
-
-def _alone(tokenizer: Tokenizer | None, token: int) -> str:
-    return f"[{token}]" if tokenizer is None else tokenizer.decode([token])
-
-
 def _visible(text: str) -> str:
     return harmless(text.replace("\n", "\u21b5"))
-
-
-def _span(piece: Piece) -> str:
-    return f'<span style="{_CSS[piece.kind]}">{escape(piece.text)}</span>'
 
 
 def _marked(piece: Piece) -> str:
@@ -209,7 +200,7 @@ def percent(value: float | None) -> str:
 
 
 def time_split(stats: dict[str, Any]) -> str:
-    """How the speculative arm's time was spent, in one line."""
+    """The shares of the speculative arm's time, in one line."""
     total = stats["total_seconds"] or 1.0
     parts = ("prefill", "draft", "verify", "accept", "overhead")
     shares = "  ".join(f"{part} {stats[f'{part}_seconds'] / total:.1%}" for part in parts)

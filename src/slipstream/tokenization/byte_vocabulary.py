@@ -31,22 +31,16 @@ class Encoding:
 
 @dataclass(frozen=True)
 class ByteTokens:
-    """A tokenizer's tokens as bytes.
+    """A tokenizer's tokens as bytes."""
 
-    texts: the bytes of every token that stands for text; special and unknown tokens do not. fallback: the tokens of
-    single bytes, which are used only where no other token fits. special: name to id.
-    opening: ids that the tokenizer puts in front of every text.
-    adds_space: whether the first token of a text begins with a space that is not in the text.
-    encode: plain text to ids: no special tokens, none recognised by its name. beginning: at the beginning of a text,
-    where a tokenizer may add a space.
-    """
-
-    texts: Mapping[int, bytes]
-    special: Mapping[str, int]
+    texts: Mapping[int, bytes]  # of every token that stands for text; special and unknown tokens do not
+    special: Mapping[str, int]  # name to id
+    # plain text to ids, in which no special token is recognized; True: at the beginning of a text, where a tokenizer
+    # may add a space
     encode: Callable[[str, bool], Encoding]
-    fallback: frozenset[int] = frozenset()
-    opening: tuple[int, ...] = ()
-    adds_space: bool = False
+    fallback: frozenset[int] = frozenset()  # tokens of single bytes, used only where no other token fits
+    opening: tuple[int, ...] = ()  # ids that the tokenizer puts in front of every text
+    adds_space: bool = False  # the first token of a text begins with a space that is not in the text
 
 
 @runtime_checkable
@@ -88,15 +82,13 @@ class RunningModel(NamedModel, Protocol):
 
 @dataclass(frozen=True)
 class ByteVocabulary:
-    """The tokens of one model as bytes. head_size: how many logits it has; tokens beyond them do not count.
-
-    render: chat messages as token ids in the model's own format, if it has one; UsageError if it refuses them.
-    """
+    """The tokens of one model as bytes."""
 
     name: str
-    head_size: int
+    head_size: int  # number of logits; tokens beyond them do not count
     end_ids: tuple[int, ...]
     tokens: ByteTokens
+    # chat messages as token ids in the model's own format; UsageError if it refuses them
     render: Callable[[Sequence[Any]], list[int]] | None = None
 
     @cached_property

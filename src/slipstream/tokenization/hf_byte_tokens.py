@@ -47,8 +47,11 @@ class TokenNames:
         if self.is_fallback(name, number):
             return bytes.fromhex(name[3:-1])
         if self._byte_level and number not in self._added:
-            return _byte_level(name)
-        return _spaced(name, self._signs).encode()
+            alphabet = byte_alphabet()
+            return bytes(alphabet[c] for c in name) if all(c in alphabet for c in name) else name.encode()
+        for sign in self._signs:
+            name = name.replace(sign, " ")
+        return name.encode()
 
 
 def read_byte_tokens(backend: Tokenizer, opening: tuple[int, ...]) -> ByteTokens:
@@ -81,23 +84,12 @@ def _space_signs(model: Any, decoder: Sequence[dict[str, Any]]) -> list[str]:
     return signs + [part["replacement"] for part in decoder if part["type"] == "Metaspace"]
 
 
-def _spaced(token: str, signs: Sequence[str]) -> str:
-    for sign in signs:
-        token = token.replace(sign, " ")
-    return token
-
-
 @cache
 def byte_alphabet() -> dict[str, int]:
     """The characters that stand for bytes in byte-level tokens (GPT-2's)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _byte_level(token: str) -> bytes:
-    alphabet = byte_alphabet()
-    return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
 
 
 def _state(component: Any) -> dict[str, Any]:

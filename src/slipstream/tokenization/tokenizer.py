@@ -46,10 +46,10 @@ class TokenizerDetails(Protocol):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call. arguments: JSON text."""
+    """A call of a tool."""
 
     name: str
-    arguments: str
+    arguments: str  # JSON text
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How calls are written: before the name, between name and arguments (JSON), after them, and between calls."""
+    """The text that a model writes around the names and arguments (JSON) of its calls."""
 
-    before: str
-    between: str
-    behind: str
-    between_calls: str
+    before: str  # the name
+    between: str  # name and arguments
+    behind: str  # the arguments
+    between_calls: str  # several calls in a row
 
     @property
     def quotes_names(self) -> bool:
@@ -77,13 +77,13 @@ class CallForm:
 
 @runtime_checkable
 class ToolCallParser(Protocol):
-    """Optional capability of a tokenizer: it knows how its model writes calls."""
+    """Optional capability of a tokenizer: it knows the form in which its model writes calls."""
 
     def call_opening(self) -> str | None:
         """The text that every call of this model begins with; None if that is not known."""
 
     def call_form(self) -> CallForm | None:
-        """How its model writes calls; None if that is not known, or arguments are not JSON."""
+        """The form of the model's calls; None if it is not known, or arguments are not JSON."""
 
     def parse_answer(
         self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]

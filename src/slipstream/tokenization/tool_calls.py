@@ -38,9 +38,9 @@ TAGGED: dict[str, Any] = {
 
 
 def rendered_form(tokenizer: Any, opening: str, closing: str) -> CallForm | None:
-    """How a chat template writes calls: what two rendered calls have around names and arguments.
+    """The form in which a chat template writes calls, read off two rendered calls.
 
-    None if the two differ in that, or their arguments are not JSON. opening, closing: of a call, by the response
+    None if the two calls differ in form, or their arguments are not JSON. opening, closing: of a call, by the response
     template.
     """
     calls = [{"type": "function", "function": {"name": name, "arguments": dict(ARGUMENTS)}} for name in NAMES]
@@ -57,7 +57,7 @@ def rendered_form(tokenizer: Any, opening: str, closing: str) -> CallForm | None
 
 
 def _around(text: str, name: str, opening: str, closing: str) -> tuple[str, str, str, int, int] | None:
-    """What is written before a name, after it and after the arguments, and where the call begins and ends."""
+    """The text before a name, after it and after the arguments, and where the call begins and ends."""
     name_start = text.find(name)
     begin = text.rfind(opening, 0, name_start)
     places = [(text.find(written, name_start), written) for written in WRITTEN if text.find(written, name_start) >= 0]
@@ -93,7 +93,7 @@ def call_opening(template: Mapping[str, Any] | None) -> str | None:
 
 
 def call_form(tokenizer: Any) -> CallForm | None:
-    """How calls are written; None if that is unknown, if they are not read back the same, or arguments are not JSON.
+    """The form of calls; None if it is unknown, if calls are not read back the same, or if arguments are not JSON.
 
     Also None for calls with special tokens: those are no text, so no grammar of a text can force them.
     """

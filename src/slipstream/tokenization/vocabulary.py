@@ -11,21 +11,16 @@ from slipstream.tokenization.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class VocabularyInfo:
-    """A model's vocabulary, known without its weights.
-
-    head_size: how many logits it has, padding included. num_weights: about how many weights a token takes; None:
-    unknown.
-    """
+    """A model's vocabulary, known without its weights."""
 
     name: str
-    head_size: int
+    head_size: int  # number of logits, padding included
     end_ids: tuple[int, ...]
     tokenizer: Tokenizer | None = None
-    num_weights: int | None = None
+    num_weights: int | None = None  # weights that a forward of one token reads, about; None if unknown
 
     @staticmethod
     def of(model: RunningModel) -> VocabularyInfo:
-        """The vocabulary of a loaded model."""
         return VocabularyInfo(model.name, model.backend.vocab_size, model.end_ids, model.tokenizer)
 
 

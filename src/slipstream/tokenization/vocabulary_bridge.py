@@ -65,7 +65,7 @@ def bridge_between(target: NamedModel, target_size: int, draft: NamedModel, draf
 
 
 def unfinished(data: bytes) -> int:
-    """How many bytes at the end begin a character of UTF-8 that is not complete."""
+    """Number of bytes at the end that begin an incomplete character of UTF-8."""
     for back in range(1, min(3, len(data)) + 1):
         byte = data[-back]
         if byte < 0x80:

@@ -120,7 +120,13 @@ class TextMaker:
         self.begins_with = ANSWERING if sources else INVENTING
         self._only_texts = bool(sources) and all(source.prompt is None for source in sources)
         for source in sources:  # before anything is generated
-            self._check(source)
+            try:
+                if source.prompt is None:
+                    decoder.encode(source.text)
+                else:
+                    decoder.rows([source.prompt], SamplingParams(max_tokens=1), chat=source.chat)
+            except UsageError as error:
+                raise UsageError(f"{source.where}: {error}") from error
 
     def make(
         self, first: int, count: int, show: ShowRound = lambda *_: None, is_over: IsOver = lambda: False
@@ -171,13 +177,14 @@ class TextMaker:
         """The prompt of each text, by number, without those that the target left empty."""
         if self._sources:
             return {n: self._sources[n % len(self._sources)].prompt for n in numbers}
-        openings = {n: self._opening(n) for n in numbers}
+        tokenizer, openings = self._decoder.tokenizer, dict[int, list[int]]()
+        assert tokenizer is not None
+        for n in numbers:
+            dice = Random(f"{self._seed} {n}")
+            openings[n] = tokenizer.bare(dice.choice(OPENINGS)) if dice.random() < OPENED else []
         params = [
             SamplingParams(
-                temperature=1.0,
-                max_tokens=QUESTION,
-                seed=key(self._seed, n, 0) >> 1,
-                stop_token_ids=self._ends,
+                temperature=1.0, max_tokens=QUESTION, seed=key(self._seed, n, 0) >> 1, stop_token_ids=self._ends
             )
             for n in numbers
         ]
@@ -188,11 +195,6 @@ class TextMaker:
             if row.error is None and row.finish_reason is not None
         }
         return {n: question for n, question in questions.items() if question}
-
-    def _opening(self, number: int) -> list[int]:
-        dice, tokenizer = Random(f"{self._seed} {number}"), self._decoder.tokenizer
-        assert tokenizer is not None
-        return tokenizer.bare(dice.choice(OPENINGS)) if dice.random() < OPENED else []
 
     def _temperature(self, number: int) -> float:
         """The temperature of an answer; a prompt that is repeated gets the next one."""
@@ -207,15 +209,6 @@ class TextMaker:
             seed=key(self._seed, number, 1) >> 1,
         )
         return self._decoder.rows([row.tokens], params)[0]
-
-    def _check(self, source: Source) -> None:
-        try:
-            if source.prompt is None:
-                self._decoder.encode(source.text)
-            else:
-                self._decoder.rows([source.prompt], SamplingParams(max_tokens=1), chat=source.chat)
-        except UsageError as error:
-            raise UsageError(f"{source.where}: {error}") from error
 
 
 def refuse_without_template(tokenizer: Tokenizer | None, name: str) -> None:

@@ -29,16 +29,7 @@ from slipstream.models.heads.head_writer import write_head
 from slipstream.models.heads.starting_weights import model_of, new_head, starting_weights
 from slipstream.models.weights.resolve import resolve
 from slipstream.training.held_out import Judgement, judged
-from slipstream.training.texts import (
-    FILE,
-    LONGEST,
-    MadeText,
-    TextMaker,
-    make_texts,
-    read_sources,
-    read_texts,
-    split,
-)
+from slipstream.training.texts import FILE, LONGEST, MadeText, TextMaker, make_texts, read_sources, read_texts, split
 from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, precision, usual_sizes
 from slipstream.training.training_run import (
     FEWEST_STEPS,
@@ -212,7 +203,6 @@ class TrainingJob:
     def _first_state(
         self, frozen: FrozenTarget, texts: Sequence[MadeText], learned: Sequence[MadeText], held: Sequence[MadeText]
     ) -> State:
-        """The state before the first step."""
         settings, target = self.settings, frozen.target
         token_ids = draft_vocabulary(learned, held, target.backend.vocab_size)
         config = new_head(target, LONGEST + STEPS, token_ids)

@@ -58,7 +58,6 @@ class State:
     losses: list[float] = field(default_factory=list)  # since the last judgement
 
     def save(self, folder: Path) -> None:
-        """Replace the state that the folder holds."""
         buffer = io.BytesIO()  # torch.save does not always say that a disk is full
         torch.save(vars(self), buffer)
         with replaced(folder / STATE) as partial:
@@ -92,7 +91,10 @@ class TrainingRun:
         self.head, self.state = head, state
         self._folder, self._texts, self._seed, self._max_seconds = folder, texts, seed, state.max_seconds
         self._device = head.target.device
-        matrices, others = _matrices_and_others(head)
+        named = list(head.weights.items())
+        # Muon trains matrices, except the output layer, whose rows are tokens
+        matrices = [weight for name, weight in named if weight.dim() == 2 and name != "lm_head"]
+        others = [weight for name, weight in named if weight.dim() != 2 or name == "lm_head"]
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = [
             (torch.optim.Muon(matrices, lr=RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), RATE),
             (torch.optim.AdamW(others, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0), OTHERS_RATE),
@@ -148,7 +150,6 @@ class TrainingRun:
             yield state
 
     def save(self) -> None:
-        """Save the state, from which another run continues."""
         begun, state = monotonic(), self.state
         state.weights = {name: weight.detach() for name, weight in self.head.weights.items()}
         state.optimisers = [optimizer.state_dict() for optimizer, _ in self._optimizers]
@@ -231,10 +232,3 @@ def batches(texts: Sequence[MadeText], device: torch.device) -> list[Batch]:
         else:
             groups.append([text])
     return [Batch.padded([(text.ids, text.start) for text in group], device) for group in groups]
-
-
-def _matrices_and_others(head: TrainableHead) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights that Muon trains, and the rest: norms, and the output layer, whose rows are tokens."""
-    named = list(head.weights.items())
-    matrices = [weight for name, weight in named if weight.dim() == 2 and name != "lm_head"]
-    return matrices, [weight for name, weight in named if weight.dim() != 2 or name == "lm_head"]

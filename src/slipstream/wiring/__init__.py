@@ -1,1 +1,1 @@
-"""What `SpeculativeDecoder` is put together from: loaded models with their caches, and the engine of its settings."""
+"""The parts of `SpeculativeDecoder`: loaded models with their caches, and the engine of its settings."""

@@ -42,7 +42,7 @@ def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
 def choose_engine(
     models: ModelPair, config: DecoderConfig, requested: str | Drafter, rule: Rule | None
 ) -> EngineChoice:
-    """What an engine of these settings is made of. requested: the drafter; rule: an acceptance rule, if an object."""
+    """The parts of an engine with these settings. requested: the drafter; rule: an acceptance rule, if an object."""
     lengths = LengthChoice.parse(config.num_draft_tokens)
     choice = EngineChoice(models, config, lengths, pick_drafter(models, lengths, requested), rule or config.acceptance)
     check_confidence(lengths, config.num_draft_tokens, choice.name)
@@ -61,7 +61,7 @@ def pick_drafter(models: ModelPair, lengths: LengthChoice, requested: str | Draf
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """What an engine is made of, with "auto" resolved."""
+    """The parts of an engine, with "auto" resolved."""
 
     models: ModelPair
     config: DecoderConfig
@@ -75,7 +75,6 @@ class EngineChoice:
 
     @property
     def traits(self) -> Traits:
-        """What the drafter declares about itself."""
         return drafters.traits_of(self.drafter)
 
     @property
@@ -158,7 +157,7 @@ class EngineChoice:
             acceptance_probs=planner is not None,
             target=target,
             bridged=models.bridged,
-            siblings=0 if refused else abs(lengths.siblings),  # -1, as many as pay: one beside each token
+            siblings=0 if refused else abs(lengths.siblings),  # -1, as many as pay: one next to each token
             fixed_tree=lengths.siblings > 0,
             depth=(lengths.count or 0) // (1 + lengths.siblings) if lengths.siblings > 0 else 0,
             steps=MAX_DRAFT_TOKENS if planner is None else STEPS,
@@ -166,7 +165,7 @@ class EngineChoice:
         return [*predictions, *drafters.sources(self.drafter, setup)]
 
     def _why_no_tree(self) -> str:
-        """Why drafts cannot branch, and what is allowed; empty if they can."""
+        """Reason why drafts cannot branch, and what is allowed; empty if they can."""
         if not self.traits.branches:
             able = ", ".join(name for name in drafters.names() if drafters.traits(name).branches)
             return f"drafter={self.name!r}; allowed: trees with drafters {able}"

@@ -43,27 +43,23 @@ from slipstream.version import __version__
 
 NOT_TIMED = DraftTimes()
 OF_MODELS = ("draft_vocabulary", "draft_context")  # settings that draft heads do not have
-QUANTISED = 3  # a forward reads this much less of a draft model that was quantised at load, about
+QUANTISED = 3  # a forward reads this much less of a draft model that was quantized at load, about
 
 log = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
 class ModelPair:
-    """Loaded models and their sessions.
-
-    calibration: what was measured of the target's forward shapes, if anything; draft_times: of the draft model.
-    bridged: the draft model's session over rows of the target, where their vocabularies differ; windowed: the one that
-    reads a part of long prompts.
-    """
+    """Loaded models and their sessions."""
 
     target: Loaded
     draft: Loaded | None
     target_session: Session
     draft_session: Session | None
-    calibration: Calibration | None
+    calibration: Calibration | None  # of the target's forward shapes; None if nothing was measured
+    # the draft model's session over rows of the target, if their vocabularies differ
     bridged: BridgedSession | None = None
-    windowed: WindowedSession | None = None
+    windowed: WindowedSession | None = None  # the draft model's session that reads a part of long prompts
     draft_times: DraftTimes = NOT_TIMED
 
     @classmethod
@@ -91,8 +87,8 @@ class ModelPair:
                 from slipstream.models.heads.head_files import embedded_head
 
                 draft = str(embedded_head())
-            brought = None if draft is not None or takes_none else _brought_mtp(loaded, config)
-            return cls._of_loaded(loaded, brought or load_draft(draft, config, loaded, draft_tokenizer), config)
+            mtp_layers = None if draft is not None or takes_none else _brought_mtp(loaded, config)
+            return cls._of_loaded(loaded, mtp_layers or load_draft(draft, config, loaded, draft_tokenizer), config)
 
     @classmethod
     def _of_loaded(cls, target: Loaded, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
@@ -125,7 +121,7 @@ class ModelPair:
         """The models as their owners have them now.
 
         If nothing was changed, this pair. If only weights have other values, this pair as well, with empty caches,
-        unless there are copies of them. A model that was changed otherwise is tried anew, as if it were another one.
+        unless there are copies of them. A model that was changed otherwise is tried again, as if it were another one.
         """
         changed = [loaded for loaded in self.loaded if loaded.view is not None and loaded.view.is_outdated()]
         if not changed:
@@ -145,7 +141,7 @@ class ModelPair:
         return self._of_loaded(wrap_again(self.target, load_options_of(config)), draft, config)
 
     def num_writes(self) -> int:
-        """How often weights of models with owners were changed in place."""
+        """Number of in-place changes of the weights of models with owners."""
         return sum(loaded.view.num_writes() for loaded in self.loaded if loaded.view is not None)
 
     def with_shapes(self, config: DecoderConfig) -> ModelPair:
@@ -183,7 +179,6 @@ class ModelPair:
 
     @property
     def shapes(self) -> Shapes:
-        """The target's forward shapes."""
         return self.target_session.shapes
 
     def set_attended_lengths(self) -> None:
@@ -221,13 +216,12 @@ class ModelPair:
                 loaded.view.compare_copies()
 
     def forget(self) -> None:
-        """Drop what is cached."""
         for session in (self.target_session, self.draft_session):
             if session is not None:
                 session.forget()
 
     def tokens_in_memory(self) -> tuple[int, int]:
-        """How many tokens the caches hold in all their slots: the target's and the draft model's."""
+        """Numbers of tokens that the caches hold in all their slots: the target's and the draft model's."""
         sessions = (self.target_session, self.draft_session)
         states = ([] if session is None else session.slot_states for session in sessions)
         target, draft = (sum(slot.valid(slot.row) for slot in slots if slot.row is not None) for slots in states)
@@ -328,7 +322,7 @@ def _bridged(
 
 
 def has_embedded_head(target: Any, config: DecoderConfig) -> bool:
-    """Whether the package's own head drafts if no draft model is named: for the embedded model, on a processor."""
+    """True if the package's own head drafts when no draft model is named: embedded model, on a processor."""
     if not isinstance(target, str) or target != EMBEDDED or not _can_use_draft_model(config):
         return False
     on_processor = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
@@ -387,13 +381,13 @@ def _attach(draft: Loaded | None, target: Session) -> None:
 
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:
-    """How the target is loaded."""
+    """Options with which the target is loaded."""
     of_target = {"activations": config.activations, "rounding": config.quantize}  # not of its draft model
     return LoadOptions(config.dtype, config.device, config.fast, config.load_options, **of_target)
 
 
 def draft_options_of(config: DecoderConfig, target_device: torch.device) -> LoadOptions:
-    """How the draft model is loaded. target_device: where the target is, if its load options have put it there."""
+    """Options with which the draft model is loaded. target_device: set by the target's load options, if at all."""
     options = load_options_of(config).for_draft(config.draft_dtype, config.draft_vocabulary)
     if "device_map" in config.load_options and options.device == "auto":
         options = replace(options, device=str(target_device))  # the map names the target's layers
@@ -461,7 +455,7 @@ def _bytes_per_weight(loaded: Loaded) -> float:
 
 
 def _refuse_settings_of_models(config: DecoderConfig, head: str) -> None:
-    """Refuse settings that a draft head does not have. head: what messages call it."""
+    """Refuse settings that a draft head does not have. head: its name in messages."""
     if PLAN in config.load_options:
         raise UsageError(f"load_options {PLAN!r} with {head}; allowed: a draft model")
     for name in OF_MODELS:

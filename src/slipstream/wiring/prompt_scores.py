@@ -20,21 +20,17 @@ WIDTH = 64  # columns of a forward where any shape is allowed; each has the logi
 
 @dataclass
 class PromptScores:
-    """Scores a row's tokens in steps, in a slot that no row of a batch uses.
-
-    count: how many of the likeliest tokens to report besides each. values: those of the second token, the third, ...
-    """
+    """Scores a row's tokens in steps, in a slot that no row of a batch uses."""
 
     session: Session
     slot: int
     row: Row
-    count: int
-    values: list[TokenLogprobs] = field(default_factory=list)
+    count: int  # likeliest tokens to report for each position
+    values: list[TokenLogprobs] = field(default_factory=list)  # of the second token, the third, ...
     _read: int = 0
 
     @property
     def finished(self) -> bool:
-        """Whether every token has its log-probability."""
         return len(self.values) >= len(self.row.tokens) - 1
 
     @torch.inference_mode()

@@ -16,7 +16,7 @@ class HasRows(Protocol):
 
     @property
     def rows(self) -> Sequence[Row]:
-        """One row per text; those of a prompt with n > 1 are neighbours."""
+        """One row per text; those of a prompt with n > 1 are neighbors."""
 
 
 def first_row(request: HasRows) -> Row | None:
@@ -27,7 +27,7 @@ def first_row(request: HasRows) -> Row | None:
 def ordered(items: Sequence[T], row_of: Callable[[T], Row | None], reuse: int) -> list[T]:
     """The items, the longest first, each followed by those whose prompts begin like its own.
 
-    Long rows come first, so that the batch stays full to the end; rows of similar length are neighbours, which makes
+    Long rows come first, so that the batch stays full to the end; rows of similar length are neighbors, which makes
     a batch cheap; and a common beginning is computed once, as it is still cached when the next row comes. row_of: the
     row by which an item's length is judged; None if it has none. reuse: see `Shapes`.
     """

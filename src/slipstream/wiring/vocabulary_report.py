@@ -23,7 +23,7 @@ PROBE = " two  spaces,\n\ta tab, 1234567890, x ** 2, na\u00efve \N{GRINNING FACE
 
 @dataclass(frozen=True)
 class BridgeEstimate:
-    """How well drafts through text fare if the draft model guesses every word."""
+    """Yield of drafts through text, if the draft model guesses every word."""
 
     shared: int  # tokens that both vocabularies have
     kept: float  # the share of proposed tokens that are right
@@ -32,7 +32,7 @@ class BridgeEstimate:
 
 @dataclass(frozen=True)
 class VocabularyReport:
-    """Whether `draft` can draft for `target`, and why."""
+    """The answer to whether `draft` can draft for `target`, and the reasons."""
 
     target: str
     draft: str
@@ -50,7 +50,7 @@ class VocabularyReport:
 
 
 def check_pair(target: str, draft: str) -> VocabularyReport:
-    """Whether `draft` can be the draft model of `target`: from their tokenizers and configurations, without weights.
+    """Check whether `draft` can draft for `target`, from their tokenizers and configurations, without weights.
 
     target, draft: a hub id, a local folder, a .gguf file, "smollm2" or "toy"; `print` shows the report. Raises
     `UsageError` for what is no model, `SlipstreamError` for what cannot be read.
@@ -63,9 +63,9 @@ def check_pair(target: str, draft: str) -> VocabularyReport:
 def compare_vocabularies(
     target: Loaded | VocabularyInfo, draft: Loaded | VocabularyInfo, text: str = ""
 ) -> VocabularyReport:
-    """Whether `draft` can be the draft model of `target`.
+    """Check whether `draft` can be the draft model of `target`.
 
-    text: on which drafts through text are tried, where the vocabularies differ; a text of the package's by default.
+    text: sample for drafts through text, if the vocabularies differ; by default the package's own prompts.
     """
     a, b = (model if isinstance(model, VocabularyInfo) else VocabularyInfo.of(model) for model in (target, draft))
     differing = differences(a, b)
@@ -102,7 +102,7 @@ def compare_vocabularies(
 
 
 def _costs(target: VocabularyInfo, draft: VocabularyInfo) -> Iterator[str]:
-    """What may cost speed although the tokens are the same."""
+    """Reasons why drafting may be slower although the tokens are the same."""
     assert target.tokenizer is not None and draft.tokenizer is not None
     if lost := sum(token >= draft.head_size for token in target.tokenizer.vocabulary().values()):
         yield f"The draft has {draft.head_size} logits, so the target's last {lost} tokens are never drafted."

@@ -268,16 +268,8 @@ def test_help_shows_the_usual_options_and_help_all_shows_every_one(capsys, monke
         set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", run(capsys, monkeypatch, command, flag)[1], re.MULTILINE))
         for flag in ("--help", "--help-all")
     )
-    assert {
-        "--target",
-        "--draft",
-        "--drafter",
-        "--num-draft-tokens",
-        "--device",
-        "--max-tokens",
-        "--help-all",
-    } <= usual_options
-    assert usual_options < every_option and len(usual_options) <= 32
+    usual = {"--target", "--draft", "--drafter", "--num-draft-tokens", "--device", "--max-tokens", "--help-all"}
+    assert usual <= usual_options < every_option and len(usual_options) <= 32
     fields_as_flags = {f"--{f.name.replace('_', '-')}" for f in fields(DecoderConfig)}
     assert fields_as_flags <= every_option
 
@@ -293,19 +285,8 @@ def test_models_check_says_whether_a_pair_is_usable(capsys, monkeypatch, tmp_pat
 @pytest.mark.parametrize("more", [("-p", "A sparrow"), ()])
 def test_debug_shows_every_round(capsys, monkeypatch, more: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    arguments = (
-        "generate",
-        *TOY,
-        "--draft",
-        "toy:2",
-        *LENGTH,
-        *PROMPT,
-        *more,
-        "--max-tokens",
-        "20",
-        "--json",
-        str(file),
-    )
+    arguments = ("generate", *TOY, "--draft", "toy:2", *LENGTH, *PROMPT, *more, "--max-tokens", "20")
+    arguments += ("--json", str(file))
     _, _, err = run(capsys, monkeypatch, *arguments, "--debug")
     results = json.loads(file.read_text())["results"]
     assert sum(r["stats"]["num_rounds"] for r in results) == sum(

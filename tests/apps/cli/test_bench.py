@@ -158,11 +158,8 @@ def test_flags_override_the_options_of_a_plan(capsys, monkeypatch, tmp_path: Pat
     header, runs = read_records(tmp_path / "runs")
     recorded = header.settings
     assert (recorded["target"], recorded["draft"], recorded["repeats"], recorded["chat"]) == ("toy", "toy:3", 2, False)
-    assert (
-        recorded["arms"] == ["none", "model@2"]
-        and recorded["params"]["stop"] == ["zz"]
-        and list(recorded["prompts"]) == ["fish/1"]
-    )
+    assert recorded["arms"] == ["none", "model@2"] and recorded["params"]["stop"] == ["zz"]
+    assert list(recorded["prompts"]) == ["fish/1"]
     assert len(runs) == 4
 
 

@@ -139,9 +139,8 @@ def test_closed_standard_streams_count_as_empty(closed: str, arguments: tuple[st
     words = [*COMMAND, *arguments]
     process = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, text=True)
     assert process.returncode == code and "Traceback" not in process.stderr
-    assert ("standard input is empty" in process.stderr) == (closed == "<&-") and bool(process.stdout) == (
-        closed == "2>&-"
-    )
+    assert ("standard input is empty" in process.stderr) == (closed == "<&-")
+    assert bool(process.stdout) == (closed == "2>&-")
 
 
 @pytest.mark.parametrize(

@@ -87,15 +87,7 @@ def test_only_arms_named_predicted_get_predictions(
     with pytest.raises(UsageError, match=r"arm 'hf-lookup@7\.predicted'; allowed"):
         parse_arm("hf-lookup@7.predicted")
     file, out = tmp_path / "p.jsonl", tmp_path / "out.json"
-    bench = (
-        "bench",
-        "--target",
-        "toy",
-        "--prompt-file",
-        str(file),
-        "--arms",
-        "none,ngram@8.predicted",
-    )
+    bench = ("bench", "--target", "toy", "--prompt-file", str(file), "--arms", "none,ngram@8.predicted")
     bench = (*bench, "--max-tokens", "60", "--out", str(tmp_path / "runs"))
     file.write_text(json.dumps({"prompt": "The heron"}))
     code, _, notes = run(capsys, monkeypatch, *bench)

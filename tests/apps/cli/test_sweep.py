@@ -30,17 +30,8 @@ SMALL = ("--draft", "toy:2", "--max-tokens", "12", "--repeats", "2")
 
 def test_a_sweep_leaves_runs_a_table_and_advice(capsys, monkeypatch, tmp_path: Path, prompts: str) -> None:
     folder, file = tmp_path / "runs", tmp_path / "out.json"
-    arguments = (
-        *SMALL,
-        "--prompt-file",
-        prompts,
-        "--drafters",
-        "ngram,model",
-        "--lengths",
-        "0-2",
-        "--out",
-        str(folder),
-    )
+    arguments = (*SMALL, "--prompt-file", prompts, "--drafters", "ngram,model", "--lengths", "0-2")
+    arguments += ("--out", str(folder))
     more = ("--temperatures", "0,0.8", "--json", str(file), "--report")
     code, out, err = run(capsys, monkeypatch, *arguments, *more)
     header, runs = read_records(folder)
@@ -73,8 +64,7 @@ def test_a_sweep_resumes_where_it_was_killed(capsys, monkeypatch, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "drafter"),
-    [((), "suffix"), (("--draft", "toy:2"), "model"), (("--drafter", "ngram:3"), "ngram:3")],
+    ("arguments", "drafter"), [((), "suffix"), (("--draft", "toy:2"), "model"), (("--drafter", "ngram:3"), "ngram:3")]
 )
 def test_without_drafters_it_sweeps_the_decoders_own(
     capsys, monkeypatch, tmp_path: Path, prompts: str, arguments: tuple[str, ...], drafter: str

@@ -49,21 +49,12 @@ def test_tune_writes_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Pat
     assert [advice["batch"] for advice in saved["advice"]] == [1, 2]
     for advice in saved["advice"]:
         names = {standing["name"] for standing in [*advice["others"], *([advice["best"]] if advice["best"] else [])]}
-        assert (
-            {"auto", "model"} <= names
-            and advice["sentence"] in out
-            and advice["speculate"] == (advice["best"] is not None)
-        )
+        assert {"auto", "model"} <= names and advice["sentence"] in out
+        assert advice["speculate"] == (advice["best"] is not None)
         assert all(standing["lost"] for standing in advice["others"])
         assert all(standing["texts"]["different"] == 0 and standing["units"] > 0 for standing in advice["others"])
     assert "batch size 1: speed-up over plain decoding" in out and "use it: slipstream generate --model toy" in out
-    assert DecoderConfig.from_json(folder / "slipstream.json").drafter in (
-        "none",
-        "auto",
-        "model",
-        "ngram",
-        "suffix",
-    )
+    assert DecoderConfig.from_json(folder / "slipstream.json").drafter in ("none", "auto", "model", "ngram", "suffix")
     assert {"vllm.json", "vllm.txt", "sglang.txt", "llamacpp.txt"} <= {path.name for path in folder.iterdir()}
     header, runs = read_records(folder)
     assert header.settings["drafts"] == ["toy:3"] and header.settings["budget"] == 2

@@ -150,10 +150,7 @@ WRITTEN: list[Case] = [
     (("tune", *TOY, "--longest", "99"), "--longest '99'; allowed: 64 or less"),
     (("tune", *TOY, "--drafter", "ngram"), "as tune chooses the drafter"),
     (("verify", *TOY, "--budget", "0"), "--budget '0'; allowed: 1 or more"),
-    (
-        ("simulate", "--target-params", "eight"),
-        "a number, which may end in k, m, b",
-    ),
+    (("simulate", "--target-params", "eight"), "a number, which may end in k, m, b"),
     (("simulate", "--alpha", "0.5", "--stats", "x.json"), "allowed: one of them"),
     (("simulate", "--stats", "absent.json", *TOY), "'absent.json' cannot be read: no such file or directory"),
     (("simulate", "--arm", "x"), "together with --stats FOLDER"),

@@ -1,4 +1,4 @@
-"""A browser per test module, and pages in it."""
+"""A server and a browser per test module, and pages in the browser."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 
 from tests.support.page_browser import CHROMIUM, OPTIONS, Opened
+from tests.support.running_server import RunningServer, running_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")  # while it runs, no other test of this process can run an event loop

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 
 from tests.support.markers import subcases
-from tests.support.running_server import RunningServer, running_server
+from tests.support.running_server import RunningServer
 
 REFUSALS = {"400", "401", "403", "404", "408", "413", "429", "503", "4XX"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

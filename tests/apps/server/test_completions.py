@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from slipstream import SamplingParams
 from tests.support.markers import subcases
-from tests.support.running_server import RunningServer, running_server, toy
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
+from tests.support.running_server import RunningServer, toy
 
 
 def alone(prompt: Any, **options: Any) -> str:

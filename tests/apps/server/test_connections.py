@@ -7,7 +7,6 @@ import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -31,11 +30,6 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-def connected(server: RunningServer) -> socket.socket:
-    place = urlsplit(server.url)
-    return socket.create_connection((place.hostname or "", place.port or 0), PATIENCE)
-
-
 def answers(connection: socket.socket, count: int) -> list[tuple[int, bytes]]:
     """Status and body of the next answers, whose lengths their headers tell."""
     with connection.makefile("rb") as file:
@@ -50,7 +44,7 @@ def answers(connection: socket.socket, count: int) -> list[tuple[int, bytes]]:
 
 
 def answer(server: RunningServer, request: bytes) -> tuple[int, bytes]:
-    with connected(server) as connection:
+    with server.connected() as connection:
         connection.sendall(request)
         return answers(connection, 1)[0]
 
@@ -59,7 +53,7 @@ def answer(server: RunningServer, request: bytes) -> tuple[int, bytes]:
 
 
 def test_an_idle_connection_is_closed_after_the_time_that_its_answers_name() -> None:
-    with running_server(keep_alive_timeout=1) as server, connected(server) as connection:
+    with running_server(keep_alive_timeout=1) as server, server.connected() as connection:
         for _ in range(2):
             connection.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
             received = b""
@@ -211,10 +205,10 @@ def test_every_framing_of_a_body_gives_the_same_text(server: RunningServer) -> N
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:9], BODY[9:], b""))
     assert text(answer(server, POST + b"transfer-encoding: chunked\r\n\r\n" + chunks)) == wanted
     assert text(answer(server, WHOLE.replace(b"HTTP/1.1", b"HTTP/1.0"))) == wanted
-    with connected(server) as connection:  # two requests at once
+    with server.connected() as connection:  # two requests at once
         connection.sendall(WHOLE + WHOLE)
         assert [text(answered) for answered in answers(connection, 2)] == [wanted] * 2
-    with connected(server) as connection:
+    with server.connected() as connection:
         connection.sendall(POST + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY))
         assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")
         connection.sendall(BODY)
@@ -229,7 +223,7 @@ def test_a_client_that_closes_its_sending_side_has_left(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "slipstream.server")
-    with connected(server) as connection:
+    with server.connected() as connection:
         connection.sendall(WHOLE.replace(b'"max_tokens": 3', b'"max_tokens":99'))
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(4096) == b""

@@ -16,18 +16,12 @@ from slipstream.apps.server.request_rows import answer_constraint
 from slipstream.apps.server.schemas import ChatFields
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support import tiny_models
-from tests.support.running_server import running_server
+from tests.support.running_server import ARGUMENTS, running_server
 
 EXTRA = ["\n", *'<>_{}"/[]-0123456789']
 CHAT = "{%% for m in messages %%}{{ m['role'][0] }}:{{ m['content'] }}.%s{%% endfor %%}a:"
 CALLS = "{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}"
 ASKED: Any = [{"role": "user", "content": "the cat sat on the mat"}]
-ARGUMENTS = {
-    "type": "object",
-    "properties": {"x": {"type": "boolean"}, "unit": {"enum": ["m", "km"]}},
-    "required": ["x", "unit"],
-    "additionalProperties": False,
-}
 TOOLS: Any = [
     {"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}},
     {"type": "function", "function": {"name": "stop_now"}},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
 from typing import Any
@@ -23,12 +22,6 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 
 def source(name: str) -> str:
     return (resources.files("slipstream.apps.server") / "page" / name).read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
 
 
 @pytest.mark.parametrize(("path", "name"), [("/", "index.html"), *((f"/page/{name}", name) for name in FILES)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,6 @@ from tests.support.page_browser import Opened, ask, browsers, canned
 from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
 
 pytestmark = [browsers, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
 
 
 def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServer, opened: Opened) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.page_browser import Opened, browsers
-from tests.support.running_server import RunningServer, running_server
+from tests.support.running_server import RunningServer
 
 pytestmark = [browsers, pytest.mark.slow]
 RENDERED = """([text]) => import('./page/markdown.js').then(({ markdown }) => {
@@ -70,12 +69,6 @@ FOUND = """([text]) => import('./page/markdown.js').then(({ markdown }) => {
     links: all.filter(e => e.href).map(e => e.protocol), title: document.title }; })"""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
-
-
 @pytest.fixture
 def page(server: RunningServer, opened: Opened) -> Any:
     return opened(server.url)
@@ -90,16 +83,8 @@ def test_hostile_text_becomes_no_markup_and_runs_no_script(page: Any) -> None:
     for text in HOSTILE:
         rendered = page.evaluate(FOUND, [text])
         assert set(rendered["tags"]) <= ALLOWED, (text, rendered)
-        assert set(rendered["attributes"]) <= {
-            "class",
-            "tabindex",
-            "role",
-            "aria-label",
-            "href",
-            "target",
-            "rel",
-            "start",
-        }
+        attributes = {"class", "tabindex", "role", "aria-label", "href", "target", "rel", "start"}
+        assert set(rendered["attributes"]) <= attributes
         assert set(rendered["links"]) <= {"https:", "http:", "mailto:"} and rendered["title"] == "Slipstream"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,19 +13,13 @@ from slipstream.apps.server.engine_routes import ReplayFields
 from slipstream.apps.server.error_objects import validation_error
 from slipstream.apps.server.schemas import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from tests.support.markers import subcases
-from tests.support.running_server import RunningServer, running_server
+from tests.support.running_server import RunningServer
 
 WRONG = [None] * 20_000
 LONE = "a\ud800"  # half of a surrogate pair
 TEXT_PART = {"type": "text", "text": LONE}
 HI = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
 
 
 def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -87,18 +80,8 @@ NO_TEXT = "a string, or text parts"
         (CHAT, {"stop": 5}, "stop", "stop=5; allowed: a string or a list"),
         (CHAT, {"stop": ["x" * 300]}, "stop", "stop.0: a string; allowed: at most 256"),
         (CHAT, said(content=["hi"]), "messages.0.content", "messages.0.content.0: a string; allowed: an object"),
-        (
-            CHAT,
-            said(content=5),
-            "messages.0.content",
-            "messages.0.content=5; allowed: a string or a list",
-        ),
-        (
-            CHAT,
-            said(content={}),
-            "messages.0.content",
-            "messages.0.content: an empty object; allowed: a string or a list",
-        ),
+        (CHAT, said(content=5), "messages.0.content", "messages.0.content=5; allowed: a string or a list"),
+        (CHAT, said(content={}), "messages.0.content", ".content: an empty object; allowed: a string or a list"),
         (CHAT, said(content=[{"text": "x"}]), "messages.0.content.0.type", "messages.0.content.0.type is missing"),
         (CHAT, said(content=[{"type": "text"}]), "messages.0.content.0", "messages.0.content.0 has no text"),
         (CHAT, said(content=None), "messages.0.content", f"messages.0.content is null; allowed: {NO_TEXT}"),
@@ -106,20 +89,10 @@ NO_TEXT = "a string, or text parts"
         (CHAT, said(role="assistant", content=None), "messages.0.content", "messages.0.content is null"),
         (CHAT, said(role="tool", content=None), "messages.0.content", "messages.0.content is null"),
         (CHAT, {"tool_choice": "any"}, "tool_choice", "tool_choice=\"any\"; allowed: 'none', 'auto' or 'required'"),
-        (
-            CHAT,
-            {"tool_choice": {"type": "allowed_tools"}},
-            "tool_choice.type",
-            "tool_choice.type=\"allowed_tools\"; allowed: 'function'",
-        ),
+        (CHAT, {"tool_choice": {"type": "any"}}, "tool_choice.type", "tool_choice.type=\"any\"; allowed: 'function'"),
         (CHAT, {"response_format": {"type": ""}}, "response_format.type", 'response_format.type=""; allowed: '),
         (CHAT, {"prediction": "x"}, "prediction", "prediction: a string; allowed: an object"),
-        (
-            CHAT,
-            {"seed": 1 << 63},
-            "seed",
-            "=9223372036854775808; allowed: a whole number from -1 to 9223372036854775807",
-        ),
+        (CHAT, {"seed": 1 << 63}, "seed", f"={1 << 63}; allowed: a whole number from -1 to {(1 << 63) - 1}"),
         (CHAT, {"temperature": "hot"}, "temperature", 'temperature="hot"; allowed: a number from 0 to 100'),
         (CHAT, {"temperature": True}, "temperature", "temperature=true; allowed: a number from 0 to 100"),
         (CHAT, {"max_tokens": "4"}, "max_tokens", 'max_tokens="4"; allowed: a whole number from 0 to 16777216'),
@@ -174,78 +147,28 @@ NO_TEXT = "a string, or text parts"
         ),
         (
             *(CHAT, {"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}),
-            *("response_format.json_schema", "schema is missing; allowed: {"),
-        ),
-        (
-            *(CHAT, {"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}),
             *("response_format.json_schema", "; did you misspell it as 'shema'?"),
         ),
-        (
-            *(CHAT, {"structured_outputs": {"regex": 5}}),
-            *("structured_outputs.regex", "structured_outputs.regex=5; allowed: a string"),
-        ),
-        (
-            CHAT,
-            {"structured_outputs": {"json": 5}},
-            "structured_outputs.json",
-            "json=5; allowed: an object or a string",
-        ),
-        (
-            CHAT,
-            {"structured_outputs": {"json_schema": {}}},
-            "structured_outputs",
-            "structured_outputs: json_schema; allo",
-        ),
-        (
-            CHAT,
-            {"structured_outputs": {"json": None}},
-            "structured_outputs",
-            "structured_outputs: nothing; allowed: one",
-        ),
+        (CHAT, {"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "regex=5; allowed: a string"),
+        (CHAT, {"structured_outputs": {"json": 5}}, "structured_outputs.json", "=5; allowed: an object or a string"),
+        (CHAT, {"structured_outputs": {"json_schema": {}}}, "structured_outputs", "json_schema; allowed: one of"),
+        (CHAT, {"structured_outputs": {"json": None}}, "structured_outputs", "nothing; allowed: one of"),
         (CHAT, {"tools": [{}]}, "tools.0.function", "tools.0.function is missing; allowed: an object with a name"),
-        (
-            CHAT,
-            {"tools": [{"function": "f"}]},
-            "tools.0.function",
-            "tools.0.function: a string; allowed: an object with",
-        ),
-        (
-            CHAT,
-            tool(description=5),
-            "tools.0.function.description",
-            "tools.0.function.description=5; allowed: a string",
-        ),
-        (
-            CHAT,
-            tool(parameters=[]),
-            "tools.0.function.parameters",
-            ".parameters: an empty list; allowed: a JSON schema",
-        ),
+        (CHAT, {"tools": [{"function": "f"}]}, "tools.0.function", "function: a string; allowed: an object with"),
+        (CHAT, tool(description=5), "tools.0.function.description", "description=5; allowed: a string"),
+        (CHAT, tool(parameters=[]), "tools.0.function.parameters", ": an empty list; allowed: a JSON schema"),
         (CHAT, tool(parameters={"properties": 5}), "tools.0.function.parameters", ".properties=5; allowed: an object"),
-        (
-            *(CHAT, tool(parameters={"properties": {"a": "x"}})),
-            *("tools.0.function.parameters", ".parameters.properties.a: a string; allowed: a JSON schema"),
-        ),
+        (CHAT, tool(parameters={"properties": {"a": "x"}}), "tools.0.function.parameters", ".properties.a: a string;"),
         (CHAT, tool(description=LONE), "tools.0", "tools.0 has a lone surrogate; allowed: valid Unicode"),
         ("/tokenize", {}, "prompt", "prompt and messages are missing; allowed: one of them"),
         ("/tokenize", {"prompt": "x", "messages": HI}, "prompt", "prompt with messages; allowed: one of them"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model", "model 'other' is not served here"),
         ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools", "tools with prompt; allowed: with messages"),
         ("/tokenize", {"messages": HI, "chat_template": "x"}, "chat_template", "templates from requests are not run"),
-        (
-            "/tokenize",
-            {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]},
-            "tools",
-            "no chat t",
-        ),
+        ("/tokenize", {"messages": HI} | tool(), "tools", "no chat template"),
         ("/detokenize", {"tokens": [97], "model": "other"}, "model", "model 'other' is not served here"),
         ("/tokenize", {"prompt": ["a", "b"]}, "prompt", "prompt: a list; allowed: a string"),
-        (
-            TEXT,
-            {"logit_bias": {"1": 1, "01": 2}},
-            "logit_bias",
-            "logit_bias: '1' and '01' are one token; allowed: each",
-        ),
+        (TEXT, {"logit_bias": {"1": 1, "01": 2}}, "logit_bias", ": '1' and '01' are one token; allowed: each"),
         (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens=0; allowed: at least 1"),
         # texts that UTF-8 cannot write
         (TEXT, {"prompt": LONE}, "prompt", "prompt has '\\ud800' at character 1; allowed: valid Unicode"),

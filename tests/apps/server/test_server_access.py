@@ -161,37 +161,16 @@ def test_a_key_must_be_sent_once_and_as_a_bearer_token(server: RunningServer) ->
 
 
 @subcases(
-    "method, path, key, body, start, reason",
+    "method, path, key, body, endpoint, status, owner, reason",
     [
-        (
-            "GET",
-            "/v1/models?api_key=secret-key",
-            "x",
-            None,
-            '/v1/models status=401 client="127.0.0.1" key=none',
-            "no v",
-        ),
-        ("GET", "/v1/models", f"ann:{KEY}", None, '/v1/models status=401 client="127.0.0.1" key=none', "no valid API"),
-        ("GET", "/no%0awhere", KEY, None, '/no%0Awhere status=404 client="127.0.0.1" key="ann"', "GET "),
-        ("GET", TEXTS, KEY, None, f'{TEXTS} status=405 client="127.0.0.1" key="ann"', "GET '"),
-        (
-            "POST",
-            TEXTS,
-            KEY,
-            {"prompt": "x", "model": "gpt"},
-            f'{TEXTS} status=404 client="127.0.0.1" key="ann"',
-            "mod",
-        ),
-        (
-            "POST",
-            TEXTS,
-            OTHER,
-            {"prompt": "my secret"} | HOT,
-            f'{TEXTS} status=400 client="127.0.0.1" key=unnamed',
-            "te",
-        ),
-        ("POST", TEXTS, KEY, b"{", f'{TEXTS} status=400 client="127.0.0.1" key="ann"', "the request body is not valid"),
-        ("GET", "/v1/models", None, None, '/v1/models status=403 client="127.0.0.1" key=none', "host 'evil.example'"),
+        ("GET", "/v1/models?api_key=secret-key", "x", None, "/v1/models", 401, "none", "no valid API key"),
+        ("GET", "/v1/models", f"ann:{KEY}", None, "/v1/models", 401, "none", "no valid API key"),
+        ("GET", "/no%0awhere", KEY, None, "/no%0Awhere", 404, '"ann"', "GET "),
+        ("GET", TEXTS, KEY, None, TEXTS, 405, '"ann"', "GET '"),
+        ("POST", TEXTS, KEY, {"prompt": "x", "model": "gpt"}, TEXTS, 404, '"ann"', "model"),
+        ("POST", TEXTS, OTHER, {"prompt": "my secret"} | HOT, TEXTS, 400, "unnamed", "temperature"),
+        ("POST", TEXTS, KEY, b"{", TEXTS, 400, '"ann"', "the request body is not valid"),
+        ("GET", "/v1/models", None, None, "/v1/models", 403, "none", "host 'evil.example'"),
     ],
 )
 def test_a_refused_request_has_one_line_with_reason_and_name_of_the_key(
@@ -201,7 +180,9 @@ def test_a_refused_request_has_one_line_with_reason_and_name_of_the_key(
     path: str,
     key: str | None,
     body: Any,
-    start: str,
+    endpoint: str,
+    status: int,
+    owner: str,
     reason: str,
 ) -> None:
     caplog.set_level(logging.INFO, "slipstream.server")
@@ -210,7 +191,8 @@ def test_a_refused_request_has_one_line_with_reason_and_name_of_the_key(
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = server.http.request(method, path, headers=headers, content=None if body is None else content)
     (line,) = logged(caplog)
-    assert line.startswith(f'request method={method} endpoint={start} reason="{reason}'), line
+    place = f'method={method} endpoint={endpoint} status={status} client="127.0.0.1" key={owner}'
+    assert line.startswith(f'request {place} reason="{reason}'), line
     assert json.loads(line.partition(" reason=")[2]) == answer.json()["error"]["message"]
     assert "secret" not in line and KEY not in line and OTHER not in line
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
@@ -14,12 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.apps.server.server_metrics import HISTOGRAMS
 from tests.support.markers import subcases
 from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server() as running:
-        yield running
 
 
 def samples(server: RunningServer) -> dict[str, float]:
@@ -96,9 +89,8 @@ def test_tokenize_and_detokenize_mirror_each_other(server: RunningServer) -> Non
     assert tokenized == {"tokens": [*"héron".encode()], "count": 6, "max_model_len": 4096}
     assert server.http.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": "héron"}
     lines = {"messages": [{"role": "user", "content": text} for text in ("a", "b")], "add_special_tokens": False}
-    assert server.http.post("/tokenize", json=lines).json()["tokens"] == [
-        *b"a\nb"
-    ]  # without a chat template, messages are joined by newlines
+    # without a chat template, messages are joined by newlines
+    assert server.http.post("/tokenize", json=lines).json()["tokens"] == [*b"a\nb"]
     for path, body in (
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
@@ -116,11 +108,8 @@ def test_the_small_endpoints_answer(server: RunningServer) -> None:
     assert server.http.get("/health").json() == {"status": "ready"} == server.http.get("/live").json()
     assert set(server.http.get("/version").json()) == {"version"}
     card = server.http.get("/v1/models/toy").json()
-    assert (
-        card["id"] == "toy"
-        and card["max_model_len"] == 4096
-        and card == server.http.get("/v1/models").json()["data"][0]
-    )
+    assert card["id"] == "toy" and card["max_model_len"] == 4096
+    assert card == server.http.get("/v1/models").json()["data"][0]
 
 
 @subcases(

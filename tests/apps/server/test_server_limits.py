@@ -103,9 +103,8 @@ def test_openais_client_retries_a_temporary_refusal_by_itself(gate: Gate) -> Non
 def test_a_request_that_waits_too_long_is_refused(gate: Gate) -> None:
     with one_at_a_time(gate) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
-        server.service.settings = replace(
-            server.service.settings, queue_timeout=0.05
-        )  # the first request no longer waits
+        # the first request no longer waits
+        server.service.settings = replace(server.service.settings, queue_timeout=0.05)
         answer = server.complete()
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_timeout"
         assert answer.headers["retry-after"]
@@ -445,9 +444,8 @@ def test_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> None:
             gate.opened.set()
             server.wait_until(lambda: running() == 2)
             assert server.complete("The sparrow", max_tokens=5).status_code == 200
-            assert (
-                server.call(running) == 2 and len(server.service.live) == 1
-            )  # the short request started and ended in between
+            # the short request started and ended in between
+            assert server.call(running) == 2 and len(server.service.live) == 1
         assert answers[0].status_code == 200 and len(answers[0].json()["choices"]) == 16
 
 
@@ -541,14 +539,9 @@ def test_sockets_without_a_complete_request_do_not_block_others(data: bytes) -> 
 @pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nx: ", HEAD])
 def test_a_socket_whose_request_never_arrives_is_closed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3 - 75)
-    with running_server() as server, connected(server) as connection:
+    with running_server() as server, server.connected() as connection:
         connection.sendall(data)
         assert closed(connection, dribbled=b"x: y\r\n" if data == HEAD else b"")
-
-
-def connected(server: RunningServer) -> socket.socket:
-    place = urlsplit(server.url)
-    return socket.create_connection((place.hostname or "", place.port or 0), PATIENCE)
 
 
 def closed(connection: socket.socket, dribbled: bytes) -> bool:
@@ -569,7 +562,7 @@ def closed(connection: socket.socket, dribbled: bytes) -> bool:
 @pytest.mark.parametrize("framing", [b"content-length: 1000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"])
 def test_a_body_that_never_ends_times_out(framing: bytes) -> None:
     with running_server(request_timeout=0.3) as server:
-        with connected(server) as connection:
+        with server.connected() as connection:
             connection.sendall(HEAD + framing)
             answer = b""
             while b"did not arrive in time" not in answer:  # not until the connection closes, which takes seconds

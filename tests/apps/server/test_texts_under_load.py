@@ -80,9 +80,8 @@ def test_a_hostile_storm_leaves_nothing_behind() -> None:
         server.wait_until(
             lambda: not service.live and not service.engine_status.num_running and not service.num_waiting
         )
-        server.wait_until(
-            lambda: len(server.server.server_state.connections) <= 1
-        )  # the connection of this test's client
+        # the connection of this test's client
+        server.wait_until(lambda: len(server.server.server_state.connections) <= 1)
         assert server.http.get("/health").json() == {"status": "ready"}
         assert threading.active_count() <= threads + 1
         gc.collect()

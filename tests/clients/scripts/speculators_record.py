@@ -58,12 +58,7 @@ HEADS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
     ),
     "eagle3_qwen3": ("eagle3", {}, Qwen3Config, {}),
     "peagle": ("peagle", {"draft_vocab_size": DRAFTED, "mask_token_id": MASK}, Qwen3Config, TWO_LAYERS),
-    "dflash": (
-        "dflash",
-        BLOCKS,
-        Qwen3Config,
-        TWO_LAYERS,
-    ),
+    "dflash": ("dflash", BLOCKS, Qwen3Config, TWO_LAYERS),
     "dspark": ("dspark", BLOCKS | MARKOV, Qwen3Config, {}),
     "dspark_gated": (
         "dspark",
@@ -199,8 +194,7 @@ def peagle_steps(model: Any, text: Tensor, features: Tensor) -> tuple[Tensor, Te
     peagle.compute_metrics = lambda **_: (torch.zeros(()), {})
     zeros, last = torch.zeros(1, rows, dtype=torch.int64), torch.zeros(1, rows, SHAPE["hidden_size"])
     (logits,) = captured(
-        model.lm_head,
-        lambda: model(features[None, :-1], text[None, 1:], zeros, verifier_last_hidden_states=last),
+        model.lm_head, lambda: model(features[None, :-1], text[None, 1:], zeros, verifier_last_hidden_states=last)
     )
     later = logits[0, rows:].unflatten(0, (len(starts), STEPS - 1))
     return starts + 2, torch.cat([logits[0, starts][:, None], later], 1)

@@ -109,14 +109,6 @@ def _targets() -> tuple[str, ...]:
     return ("toy", EMBEDDED, *folders)
 
 
-def _drafts() -> list[str]:
-    return ["none", *_targets()]
-
-
-def _drafters() -> list[str]:
-    return ["auto", *drafters.names()]
-
-
 def _only(command: str, text: str, allowed: Sequence[str]) -> str:
     if text not in allowed:
         raise UsageError(f"/{command} {text}; allowed: {', '.join(allowed)}{did_you_mean(text, *allowed)}")
@@ -130,7 +122,7 @@ def _target(chat: Chat, text: str) -> None:
     chat.display.show(f"target: {chat.decoder.target.name}")
 
 
-@_command("/draft MODEL|none", "draft with another model, or without one", _drafts)
+@_command("/draft MODEL|none", "draft with another model, or without one", lambda: ("none", *_targets()))
 def _draft(chat: Chat, text: str) -> None:
     if text:
         chat.load_draft(None if text == "none" else text)
@@ -145,7 +137,7 @@ def _speculative(chat: Chat, text: str) -> None:
     chat.display.show(f"speculative: {_word(chat.speculative)}, drafter: {chat.active.drafter_name}")
 
 
-@_command("/drafter NAME", "auto, or a drafter with its argument, such as ngram:5", _drafters)
+@_command("/drafter NAME", "auto, or a drafter with its argument, such as ngram:5", lambda: ("auto", *drafters.names()))
 def _drafter(chat: Chat, text: str) -> None:
     if text:
         chat.decoder = chat.decoder.using(text)
@@ -284,20 +276,16 @@ def handle(chat: Chat, line: str) -> None:
     try:
         if line.startswith("/"):
             name, *rest = text.split(maxsplit=1)
-            _run(chat, name, "".join(rest))
+            command, argument = find(name), "".join(rest)
+            if argument and command.usage in COMMANDS:
+                raise UsageError(f"{name} {argument}; allowed: {name} alone")
+            command.run(chat, argument)
         elif text:
             chat.ask(text)
     except SlipstreamError as error:
         chat.display.error(one_line(error))
     except KeyboardInterrupt:
         chat.display.remark("interrupted")
-
-
-def _run(chat: Chat, name: str, argument: str) -> None:
-    command = find(name)
-    if argument and command.usage in COMMANDS:
-        raise UsageError(f"{name} {argument}; allowed: {name} alone")
-    command.run(chat, argument)
 
 
 def complete(text: str) -> list[str]:

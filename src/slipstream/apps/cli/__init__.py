@@ -12,7 +12,7 @@ import sys
 import warnings
 from contextlib import suppress
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
@@ -81,13 +81,8 @@ def _exit(message: str, code: int) -> None:
     with suppress(OSError):
         print_error(" ".join(message.split()))
     for stream in (sys.stdout, sys.stderr):
-        _close(stream)
+        try:
+            stream.flush()
+        except OSError:  # drop what cannot be written, so that the interpreter does not retry when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)
-
-
-def _close(stream: Any) -> None:
-    """Drop output that cannot be written, so that the interpreter does not retry when it exits."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

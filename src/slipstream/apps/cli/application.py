@@ -20,8 +20,7 @@ import typer
 from slipstream import drafters
 from slipstream.apps.cli.command_classes import WIDTH, Command, Group, unknown_command
 from slipstream.apps.cli.consoles import err, print_error
-from slipstream.apps.cli.flags import Models, PromptChoice, PromptSource
-from slipstream.apps.cli.output_files import STANDARD
+from slipstream.apps.cli.flags import STANDARD, Models, PromptChoice, PromptSource
 from slipstream.checks import save_json
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import check_rule

@@ -141,7 +141,6 @@ def batch_command(
 def _ray_job(
     models: Models, config: DecoderConfig, files: JobFiles, options: JobOptions, cluster: RayOptions
 ) -> RayJob:
-    """Run the job on a cluster."""
     from slipstream.integrations.ray.ray_engine import EngineSpec
     from slipstream.integrations.ray.ray_job import RayJob
     from slipstream.integrations.ray.ray_options import ray_module
@@ -153,7 +152,6 @@ def _ray_job(
 
 
 def _summary(report: JobReport) -> str:
-    """One line about a job."""
     before = f" now, {report.answered_before} earlier" if report.answered_before else ""
     failed = f", {report.failed} failed" if report.failed else ""
     remaining = f", {report.remaining} left" if report.remaining > 0 else ""

@@ -30,8 +30,6 @@ from slipstream.errors import SlipstreamError, UsageError
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.bench.arms import Arm
-    from slipstream.bench.plan import BenchPrompt
     from slipstream.text.prompt_sets import NamedPrompt
 
 ARMS = (
@@ -45,8 +43,7 @@ class BenchOptions:
     """The arms, the repeats and the output of a benchmark."""
 
     arms: Annotated[
-        str | None,
-        option(MEASURING, "--arms", text=f"arms to compare, separated by commas: {ARMS}", metavar="ARMS"),
+        str | None, option(MEASURING, "--arms", text=f"arms to compare, separated by commas: {ARMS}", metavar="ARMS")
     ] = None
     reference: Annotated[
         str | None,
@@ -104,9 +101,10 @@ def bench_command(
             f"--at-once with --batch-sizes {options.batch_sizes}; allowed: the only batch size is max_batch_size "
             f"({config.max_batch_size})"
         )
-    names = _arms(options.arms, config)
-    prompts = prompt_set(choice)
-    run_arms(names, prompts, batches, (models, config, params), options, json_file)
+    if options.arms is not None and config.drafter != "auto":
+        raise UsageError(f"--drafter {config.drafter} with --arms, which names the drafters; allowed: one of the two")
+    names = f"none,{config.drafter}" if options.arms is None else options.arms
+    run_arms(names, prompt_set(choice), batches, (models, config, params), options, json_file)
 
 
 def run_arms(
@@ -133,7 +131,11 @@ def run_arms(
     arms = parse_arms(names)
     named = name_prompts(prompts)
     require_llama(arms, models.target)
-    _refuse_missing_predictions(arms, named)
+    predicted = next((arm.name for arm in arms if arm.predicted), None)
+    if predicted is not None and all(prompt.prediction is None for prompt in named):
+        raise UsageError(
+            f"arm {predicted!r}, but no prompt has a prediction; allowed: a .jsonl file in which some have one"
+        )
     reference = reference_of(arms, options.reference)
     chat = not options.raw
     benchmark = Benchmark(
@@ -155,19 +157,3 @@ def run_arms(
     for arm in summaries:
         if arm.failed:
             raise SlipstreamError(f"arm {arm.arm}, batch {arm.batch}: {arm.failed} of its runs failed: {arm.error}")
-
-
-def _arms(arms: str | None, config: DecoderConfig) -> str:
-    if arms is None:
-        return f"none,{config.drafter}"
-    if config.drafter != "auto":
-        raise UsageError(f"--drafter {config.drafter} with --arms, which names the drafters; allowed: one of the two")
-    return arms
-
-
-def _refuse_missing_predictions(arms: Sequence[Arm], prompts: Sequence[BenchPrompt]) -> None:
-    predicted = next((arm.name for arm in arms if arm.predicted), None)
-    if predicted is not None and all(prompt.prediction is None for prompt in prompts):
-        raise UsageError(
-            f"arm {predicted!r}, but no prompt has a prediction; allowed: a .jsonl file in which some have one"
-        )

@@ -187,8 +187,5 @@ def _session(history: Path, candidates: Callable[[str], list[str]]) -> PromptSes
         event.current_buffer.insert_text("\n")
 
     return PromptSession(
-        history=FileHistory(str(history)),
-        completer=Commands(),
-        key_bindings=keys,
-        prompt_continuation="  ",
+        history=FileHistory(str(history)), completer=Commands(), key_bindings=keys, prompt_continuation="  "
     )

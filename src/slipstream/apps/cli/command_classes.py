@@ -112,7 +112,6 @@ class Command(_Checked, TyperCommand):
             raise SlipstreamError("standard output was closed before all output was written") from error
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The arguments in the usage line."""
         return ["[OPTIONS]", *(_argument(param) for param in ctx.command.params if param.param_type_name == "argument")]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

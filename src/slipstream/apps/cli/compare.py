@@ -69,13 +69,7 @@ def compare_command(
     total = num_runs(len(prompts), arms.repeats, with_hf=arms.hf)
     with RunBar(total) as bar:
         for comparison in compare(
-            decoder,
-            prompts,
-            params,
-            chat=not source.raw,
-            with_hf=arms.hf,
-            repeats=arms.repeats,
-            on_run=bar.show,
+            decoder, prompts, params, chat=not source.raw, with_hf=arms.hf, repeats=arms.repeats, on_run=bar.show
         ):
             comparisons.append(comparison)
             with bar.hidden():

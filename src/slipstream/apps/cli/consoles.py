@@ -41,7 +41,6 @@ class Stream(Console):
             yield segment if segment.control else Segment(harmless(segment.text), segment.style)
 
     def on_broken_pipe(self) -> NoReturn:
-        """Raise the error that is being handled."""
         raise
 
     def sentence(self, text: str | Text, style: str | None = None) -> None:
@@ -65,20 +64,16 @@ def _unpadded(segments: Iterable[Segment]) -> Iterator[Segment]:
         yield Segment(blanks)
 
 
-def _open_closed_streams() -> None:
-    """Open empty streams in place of standard streams that the process was started without (`>&-`)."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # open to the end
-
-
 def _stream(*, stderr: bool) -> Stream:
     file = sys.stderr if stderr else sys.stdout
     width = None if file.isatty() else PIPE_COLUMNS
     return Stream(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)
 
 
-_open_closed_streams()
+# a process that was started without standard streams (`>&-`) gets empty ones
+for _name, _mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    if getattr(sys, _name) is None:
+        setattr(sys, _name, open(os.devnull, _mode, encoding="utf-8"))  # noqa: SIM115  # open to the end
 out, err = _stream(stderr=False), _stream(stderr=True)
 
 
@@ -131,12 +126,10 @@ class WordWrap:
         return "".join(written)
 
     def flush(self) -> str:
-        return self._place() + self._rest()
-
-    def _rest(self) -> str:
+        word = self._place()
         rest, self._blanks = self._blanks, ""
         self._column += cell_len(rest)
-        return rest
+        return word + rest
 
     def _place(self) -> str:
         if not self._word:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
 
@@ -73,7 +73,9 @@ def demo_command(
                 out.print()
     tables.print_legend(out, comparisons)
     summary = summarize(comparisons)
-    out.sentence(_conclusion(comparisons, summary), style="bold")
+    arm, total = summary["arms"][SPECULATIVE], len(comparisons)
+    same = f"{arm['identical']} of {total} texts identical to plain decoding"
+    out.sentence(f"{same}, {arm['speed_up']:.2f}x on average.", style="bold")
     for line in NEXT_STEPS:
         out.print(line, soft_wrap=True)
     write_json(json_file, comparison_dict(decoder, models, params, comparisons, summary))
@@ -96,11 +98,3 @@ def caption(comparison: Comparison, why: str) -> str:
     elif abs(measured.value - 1) < NOTICEABLE:
         word = "as fast"
     return f"{measured.value:.2f}x ({word}): {drafted}; {why}"
-
-
-def _conclusion(comparisons: list[Comparison], summary: dict[str, Any]) -> str:
-    from slipstream.bench.comparison import SPECULATIVE
-
-    arm = summary["arms"][SPECULATIVE]
-    total = len(comparisons)
-    return f"{arm['identical']} of {total} texts identical to plain decoding, {arm['speed_up']:.2f}x on average."

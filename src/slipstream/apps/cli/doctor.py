@@ -113,8 +113,8 @@ def _processor() -> Iterator[Fact]:
             problem = f"{kind} kernels are not available, which is slower: {error}"
             yield Fact(f"{kind} kernels", "PyTorch's", problem, remedy)
         else:
-            made = "prebuilt" if libraries.prebuilt_file(recipe) else "compiled"
-            yield Fact(f"{kind} kernels", f"Slipstream's, {recipe.name.partition('-')[2]}, {made}")
+            origin = "prebuilt" if libraries.prebuilt_file(recipe) else "compiled"
+            yield Fact(f"{kind} kernels", f"Slipstream's, {recipe.name.partition('-')[2]}, {origin}")
 
 
 def _device() -> Iterator[Fact]:

@@ -18,9 +18,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from slipstream import drafters
-from slipstream.apps.cli.output_files import check_file, check_folder
 from slipstream.apps.server.server_settings import SEVERAL, ServerSettings
-from slipstream.checks import UNREADABLE, check_known, read_json, why_unreadable
+from slipstream.checks import UNREADABLE, check_known, read_json, why_no_file, why_no_folder, why_unreadable
 from slipstream.config import DTYPES, DecoderConfig
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import RULE_NAMES
@@ -53,6 +52,7 @@ METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 MODELS, PROMPTS, MEASURING, OUTPUT = "Models", "Prompts", "Measuring", "Output"
 NAMED = "hub id, folder, .gguf file, or a name from `slipstream models`"
 STRUCTURE = "Structured output"
+STANDARD = Path("-")  # standard input of files that are read, standard output of those that are written
 
 
 def _number_or_word(text: str) -> int | str:
@@ -61,6 +61,22 @@ def _number_or_word(text: str) -> int | str:
 
 def _switch(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def check_file(name: str) -> Callable[[Path | None], Path | None]:
+    """A callback of the option `name` that refuses a file that cannot be written; nothing is created."""
+    return lambda path: path if path == STANDARD else _writable(name, path, why_no_file)
+
+
+def check_folder(name: str) -> Callable[[Path | None], Path | None]:
+    """A callback of the option `name` that refuses a folder that can neither be used nor be made."""
+    return lambda path: _writable(name, path, why_no_folder)
+
+
+def _writable(name: str, path: Path | None, reason_of: Callable[[Path], str | None]) -> Path | None:
+    if path is not None and (reason := reason_of(path)) is not None:
+        raise UsageError(f"{name} {str(path)!r} cannot be written: {reason}")
+    return path
 
 
 def json_object(flag: str, text: str) -> Any:
@@ -92,7 +108,6 @@ def _read(flag: str, file: Path) -> str:
 
 
 def _prediction(path: str | None) -> str | None:
-    """The content of --prediction's file."""
     if path is None:
         return None
     if not (text := _read("--prediction", Path(path))):
@@ -172,8 +187,7 @@ def _show_all(context: typer.Context, is_asked: bool) -> None:
 
 
 HelpAll = Annotated[
-    bool,
-    typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all),
+    bool, typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all)
 ]
 
 
@@ -201,7 +215,8 @@ def flags(
         @functools.wraps(function)
         def wrapper(**values: Any) -> Any:
             values.pop(HELP_ALL)  # its callback has ended the command if it was asked for
-            parsed = {name: _parsed(name, values.pop(name)) for name in options}
+            parsed = {name: values.pop(name) for name in options}
+            parsed |= {name: WRITTEN[name].parse(value) for name, value in parsed.items() if name in WRITTEN}
             for parameter in signature.parameters.values():
                 cls = parameter.annotation
                 if cls in classes:
@@ -251,10 +266,6 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _parsed(name: str, value: Any) -> Any:
-    return WRITTEN[name].parse(value) if name in WRITTEN else value
-
-
 def option(section: str, *names: str, text: str, **more: Any) -> Any:
     """A typer option in a section of the help."""
     return typer.Option(*names, help=text, rich_help_panel=section, **more)
@@ -266,8 +277,7 @@ def _complete_model(incomplete: str) -> list[str]:
 
 
 Target = Annotated[
-    str,
-    option(MODELS, "-m", "--target", "--model", text=NAMED, metavar="MODEL", autocompletion=_complete_model),
+    str, option(MODELS, "-m", "--target", "--model", text=NAMED, metavar="MODEL", autocompletion=_complete_model)
 ]
 DraftModel = Annotated[
     str | None,
@@ -296,8 +306,7 @@ PromptWords = Annotated[
     ),
 ]
 PromptTexts = Annotated[
-    list[str],
-    option(PROMPTS, "-p", "--prompt", text="prompt as an option; may be given several times", metavar="TEXT"),
+    list[str], option(PROMPTS, "-p", "--prompt", text="prompt as an option; may be given several times", metavar="TEXT")
 ]
 PromptFile = Annotated[
     Path | None,
@@ -424,21 +433,13 @@ class Structure:
     regex: Annotated[
         str | None,
         option(
-            STRUCTURE,
-            "--regex",
-            text="output that matches this whole regular expression",
-            metavar="TEXT",
-            hidden=True,
+            STRUCTURE, "--regex", text="output that matches this whole regular expression", metavar="TEXT", hidden=True
         ),
     ] = None
     choice: Annotated[
         list[str],
         option(
-            STRUCTURE,
-            "--choice",
-            text="one of several outputs; give --choice for each",
-            metavar="TEXT",
-            hidden=True,
+            STRUCTURE, "--choice", text="one of several outputs; give --choice for each", metavar="TEXT", hidden=True
         ),
     ] = ()  # type: ignore[assignment]
     grammar: Annotated[

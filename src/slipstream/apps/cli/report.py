@@ -9,7 +9,7 @@ import typer
 
 from slipstream.apps.cli.application import command, quiet_libraries
 from slipstream.apps.cli.consoles import out
-from slipstream.apps.cli.output_files import check_folder
+from slipstream.apps.cli.flags import check_folder
 from slipstream.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ def report_command(
     if reference is not None and not table:
         raise UsageError(f"--reference {reference} without --markdown; allowed: together with it")
     if table:
-        _print_markdown(folder, reference)
+        from slipstream.bench.report.markdown import markdown
+        from slipstream.bench.report.report_data import against, load
+
+        data = load(folder)
+        out.print(markdown(data if reference is None else against(data, reference)), soft_wrap=True)
         return
     if folder.is_dir():
         check_folder("folder")(folder)
@@ -55,14 +59,6 @@ def report_command(
     header, _ = read_records(folder)
     tokenizer = None if ids else target_tokenizer(header)
     out.print(str(write_report(folder, tokenizer)), soft_wrap=True)
-
-
-def _print_markdown(folder: Path, reference: str | None) -> None:
-    from slipstream.bench.report.markdown import markdown
-    from slipstream.bench.report.report_data import against, load
-
-    data = load(folder)
-    out.print(markdown(data if reference is None else against(data, reference)), soft_wrap=True)
 
 
 def target_tokenizer(header: Header) -> Tokenizer | None:

@@ -12,11 +12,7 @@ from rich.text import Text
 
 from slipstream.apps.cli.consoles import Stream
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
-from slipstream.bench.result_tables import (
-    Cell,
-    Row,
-    TerminalTable,
-)
+from slipstream.bench.result_tables import Cell, Row, TerminalTable
 from slipstream.bench.result_tables import Table as ResultTable
 from slipstream.bench.speed_formula import Simulation
 from slipstream.certificate.checks import Check

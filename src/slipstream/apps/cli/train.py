@@ -19,8 +19,7 @@ from slipstream.apps.cli.application import (
     write_json,
 )
 from slipstream.apps.cli.consoles import clock_time, err, out, progress_bar
-from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Target, flags, option
-from slipstream.apps.cli.output_files import check_folder
+from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Target, check_folder, flags, option
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.models.weights.model_files import EMBEDDED

@@ -36,11 +36,11 @@ from slipstream.apps.cli.flags import (
     PromptChoice,
     Raw,
     Target,
+    check_folder,
     flags,
     option,
     read_batch_sizes,
 )
-from slipstream.apps.cli.output_files import check_folder
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError
@@ -64,29 +64,16 @@ class TuneOptions:
     config_file: ConfigFile = None
     batch_sizes: BatchSizes = "1"
     longest: Annotated[
-        int,
-        option(
-            MEASURING,
-            "--longest",
-            text="longest draft to consider",
-            metavar="N",
-            min=1,
-            max=MAX_DRAFT_TOKENS,
-        ),
+        int, option(MEASURING, "--longest", text="longest draft to consider", metavar="N", min=1, max=MAX_DRAFT_TOKENS)
     ] = 8
     budget: Annotated[
-        float,
-        option(MEASURING, "--budget", text="seconds for measuring, without loading", metavar="SECONDS"),
+        float, option(MEASURING, "--budget", text="seconds for measuring, without loading", metavar="SECONDS")
     ] = 300.0
     raw: Raw = False
     out_folder: Annotated[
         Path | None,
         option(
-            OUTPUT,
-            "--out",
-            text="new folder; default: runs/tune-...",
-            metavar="FOLDER",
-            callback=check_folder("--out"),
+            OUTPUT, "--out", text="new folder; default: runs/tune-...", metavar="FOLDER", callback=check_folder("--out")
         ),
     ] = None
 
@@ -103,11 +90,7 @@ class TuneOptions:
 )
 @flags(TuneOptions, PromptChoice, DecoderConfig, SamplingParams, max_tokens=64)
 def tune_command(
-    options: TuneOptions,
-    choice: PromptChoice,
-    config: DecoderConfig,
-    params: SamplingParams,
-    json_file: Json = None,
+    options: TuneOptions, choice: PromptChoice, config: DecoderConfig, params: SamplingParams, json_file: Json = None
 ) -> None:
     """Find the fastest settings for a model on this machine.
 
@@ -127,8 +110,10 @@ def tune_command(
     from slipstream.bench.records import make_header, start
     from slipstream.bench.tuning.advice import tune
     from slipstream.bench.tuning.search import Budget, Meter, SearchSpace, candidates
+    from slipstream.core.acceptance import load_rule
 
-    _refuse_lossy(config)
+    if config.acceptance != "auto" and not load_rule(config.acceptance).lossless:
+        raise UsageError(f"--acceptance {config.acceptance} changes the output; allowed: lossless rules")
     prompts = name_prompts(named)
     for batch in batches:
         groups(prompts, batch)  # refuses a batch larger than the prompts
@@ -160,13 +145,6 @@ def _refuse_fixed_settings(config: DecoderConfig, budget: float) -> None:
         raise UsageError(f"--drafter {config.drafter}; allowed: auto, as tune chooses the drafter")
     if config.num_draft_tokens != "auto":
         raise UsageError(f"--num-draft-tokens {config.num_draft_tokens}; allowed: auto with tune; see --longest")
-
-
-def _refuse_lossy(config: DecoderConfig) -> None:
-    from slipstream.core.acceptance import load_rule
-
-    if config.acceptance != "auto" and not load_rule(config.acceptance).lossless:
-        raise UsageError(f"--acceptance {config.acceptance} changes the output; allowed: lossless rules")
 
 
 def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json_file: Path | None) -> None:

@@ -52,11 +52,7 @@ class Extent:
 )
 @flags(Models, PromptChoice, Extent, DecoderConfig)
 def verify_command(
-    models: Models,
-    choice: PromptChoice,
-    extent: Extent,
-    config: DecoderConfig,
-    json_file: Json = None,
+    models: Models, choice: PromptChoice, extent: Extent, config: DecoderConfig, json_file: Json = None
 ) -> None:
     """Check that the output is exactly the target's own.
 
@@ -122,7 +118,7 @@ def _run(
     checks = []
     with progress_bar(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()) as progress:
         verifier = Verifier(decoder, prompts, extent.max_tokens, extent.budget, alone)
-        task = progress.add_task("verifying", total=verifier.num_checks)
+        task = progress.add_task("verifying", total=len(verifier.checks))
         for check in verifier.run():
             checks.append(check)
             progress.update(task, advance=1, description=check.name)

@@ -104,7 +104,6 @@ class KeyFile:
         self._version, self._keys = self._current_version(), ApiKeys.read(file)
 
     def keys(self) -> ApiKeys:
-        """The current keys."""
         if (version := self._current_version()) != self._version:
             self._version = version
             try:
@@ -185,7 +184,17 @@ class Access:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
                 self._count(scope, message["status"])
-                _log_refusal(scope, message["status"])
+                state = scope["state"]
+                if "refusal" in state:
+                    log.info(
+                        "request method=%s endpoint=%s status=%d client=%s key=%s reason=%s",
+                        scope["method"],
+                        shortened(quote(scope["path"])),  # without the query, which may have a key
+                        message["status"],
+                        json.dumps(state["client"]),
+                        key_name(state.get("owner", "")),
+                        json.dumps(state["refusal"]),
+                    )
             await send(message)
 
         return sending
@@ -197,8 +206,13 @@ class Access:
         path: str = scope["path"]
         is_page = path == "/" or path.startswith(PAGE)
         if not is_page:  # a proxy may have rewritten the host, and the page must load to show why its calls are refused
-            self._check_origin(_headers(scope, b"origin"), host)
-        self._check_length(_headers(scope, b"content-length"))
+            for origin in _headers(scope, b"origin"):  # other sites' pages may not call the server
+                if not self._is_listed(origin) and origin not in (f"http://{host}", f"https://{host}"):
+                    raise ApiError(403, f"origin {origin!r:.80} is not allowed; see --allowed-origin")
+        largest = self._settings.max_body_bytes
+        for length in _headers(scope, b"content-length"):  # `_bounded_receive` counts the bytes that arrive
+            if length.isdigit() and (len(length) > 12 or int(length) > largest):
+                raise ApiError(413, f"the request body is too large; allowed: {largest} bytes")
         keys = self._keys.keys()
         if not keys.digests or is_page or path in OPEN or self._is_allowed_preflight(scope):
             return ""
@@ -242,33 +256,6 @@ class Access:
         if host and not (name and (any_name or name in names or is_address(name))):
             raise ApiError(403, f"host {host!r:.80} is not served here; see --allowed-host")
         return host
-
-    def _check_length(self, lengths: Sequence[str]) -> None:
-        """Refuse a body with too large a declared length; `_bounded_receive` counts the bytes that arrive."""
-        largest = self._settings.max_body_bytes
-        if any(len(length) > 12 or int(length) > largest for length in lengths if length.isdigit()):
-            raise ApiError(413, f"the request body is too large; allowed: {largest} bytes")
-
-    def _check_origin(self, origins: Sequence[str], host: str) -> None:
-        """Refuse requests from pages of other sites."""
-        for origin in origins:
-            if not self._is_listed(origin) and origin not in (f"http://{host}", f"https://{host}"):
-                raise ApiError(403, f"origin {origin!r:.80} is not allowed; see --allowed-origin")
-
-
-def _log_refusal(scope: Scope, status: int) -> None:
-    """Log one line for a request that was refused before any work was done for it."""
-    state = scope["state"]
-    if "refusal" in state:
-        log.info(
-            "request method=%s endpoint=%s status=%d client=%s key=%s reason=%s",
-            scope["method"],
-            shortened(quote(scope["path"])),  # without the query, which may have a key
-            status,
-            json.dumps(state["client"]),
-            key_name(state.get("owner", "")),
-            json.dumps(state["refusal"]),
-        )
 
 
 def key_name(owner: str) -> str:

@@ -26,33 +26,29 @@ from slipstream.wiring.model_pair import fingerprint_of
 
 
 class Piece(NamedTuple):
-    """What an event added to a choice. round: None for the echo of a prompt and for an end without tokens."""
+    """The addition of an event to a choice."""
 
     choice: int
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    round: Round | None = None
+    round: Round | None = None  # None for the echo of a prompt and for an end without tokens
     finish_reason: FinishReason | None = None
 
 
 @dataclass
 class ChoiceState:
-    """One text of an answer, as the events of its job make it.
-
-    cached: prompt tokens that were not read again. started, first, last: when the row left the queue, and when
-    its first and its latest tokens came, on the clock of `monotonic`.
-    """
+    """One text of an answer, as the events of its job build it."""
 
     job: Job
     lossless: bool
     rounds: list[Round] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
-    cached: int = 0
-    started: float | None = None
-    first: float | None = None
-    last: float | None = None
+    cached: int = 0  # prompt tokens that were not read again
+    started: float | None = None  # time at which the row left the queue, on the clock of `monotonic`
+    first: float | None = None  # time of its first tokens
+    last: float | None = None  # time of its latest tokens
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -60,12 +56,10 @@ class ChoiceState:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt's token ids."""
         return self.job.row.tokens[: self.job.row.prompt_length]
 
     @property
     def token_ids(self) -> list[int]:
-        """The answer's token ids so far."""
         return [token for round in self.rounds for token in round.tokens]
 
     @property
@@ -86,7 +80,10 @@ class ChoiceState:
         elif isinstance(event, Scored):
             self.prompt_logprobs = event.logprobs
         elif isinstance(event, Ended) and self.finish_reason is None:
-            return self._end(event)
+            if event.reason in ("error", "cancelled"):
+                raise _failure(event, self.job.limits)
+            self.finish_reason = event.reason
+            return Piece(self.job.choice, "", finish_reason=event.reason)
         return None
 
     def _commit(self, round: Round, text: str) -> Piece | None:
@@ -96,12 +93,6 @@ class ChoiceState:
         self.text += text
         self.finish_reason = round.finish_reason
         return Piece(self.job.choice, text, round.tokens, round.logprobs, round, round.finish_reason)
-
-    def _end(self, event: Ended) -> Piece:
-        if event.reason in ("error", "cancelled"):
-            raise _failure(event, self.job.limits)
-        self.finish_reason = event.reason
-        return Piece(self.job.choice, "", finish_reason=event.reason)
 
 
 def _failure(event: Ended, limits: str | None) -> ApiError:
@@ -114,18 +105,14 @@ def _failure(event: Ended, limits: str | None) -> ApiError:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What answers report about the model; it does not change while a server runs.
-
-    reproducible: whether a seed gives the same text whatever runs beside it. source: names the drafter of a round.
-    lossless: whether all texts keep the target's distribution. tokenizer: a copy for the event loop alone.
-    """
+    """The facts about the model that answers report; they do not change while a server runs."""
 
     name: str
     fingerprint: str
-    reproducible: bool
-    source: Callable[[Round], str]
-    lossless: bool
-    tokenizer: Tokenizer | None
+    reproducible: bool  # a seed gives the same text under any load
+    source: Callable[[Round], str]  # names the drafter of a round
+    lossless: bool  # all texts have the target's distribution
+    tokenizer: Tokenizer | None  # a copy for the event loop alone
 
     @classmethod
     def of(cls, decoder: SpeculativeDecoder, name: str) -> ModelFacts:
@@ -173,7 +160,7 @@ def without_folders(name: str) -> str:
 
 
 def source_of(drafter: str, is_mixed: bool, round: Round) -> str:
-    """The name of the drafter of a round. is_mixed: whether the decoder's drafter takes turns with a draft model."""
+    """The name of the drafter of a round. is_mixed: the decoder's drafter takes turns with a draft model."""
     if is_mixed:
         return MODEL if round.origin.source == MODEL else RETRIEVAL
     return drafter.partition(":")[0]
@@ -181,7 +168,7 @@ def source_of(drafter: str, is_mixed: bool, round: Round) -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """What one source drafted in a round, and how much of it was accepted."""
+    """The tokens that one source drafted in a round, and how many of them were accepted."""
 
     source: str
     drafted: int
@@ -189,7 +176,7 @@ class Share:
 
 
 def shares(round: Round, facts: ModelFacts) -> list[Share]:
-    """What each source drafted in a round: the request's prediction, and the drafter. Forced tokens have no source."""
+    """Each source's share of a round: the request's prediction, and the drafter. Forced tokens have no source."""
     unforced = round.without_forced
     predicted = unforced.num_prediction_tokens or 0
     parts = [
@@ -266,12 +253,7 @@ def shown_round(piece: Piece, index: int, facts: ModelFacts) -> dict[str, Any]:
     seconds = asdict(round.seconds)
     total = seconds.pop("total")
     tokens = [
-        {
-            "id": token,
-            "text": facts.token_text(token),
-            "origin": origin,
-            "source": source,
-        }
+        {"id": token, "text": facts.token_text(token), "origin": origin, "source": source}
         for token, origin, source in zip(round.tokens, round.origins, _sources(round, drafters), strict=True)
     ]
     return {

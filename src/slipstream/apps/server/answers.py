@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic_core import to_json
-from starlette.responses import StreamingResponse
 
 from slipstream.apps.server.answer_state import (
     ChoiceState,
@@ -37,13 +36,6 @@ encoded = to_json  # JSON without spaces, three times faster than Python's `json
 def event(data: bytes) -> bytes:
     """JSON as one server-sent event."""
     return b"data: %b\n\n" % data
-
-
-class EventStream(StreamingResponse):
-    """A stream of events."""
-
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=HEADERS)
 
 
 class AnswerWriter(ABC):
@@ -139,7 +131,6 @@ class AnswerWriter(ABC):
         return {"choices": [], "usage": usage(self.choices, self._n)} if self._options.include_usage else None
 
     def whole(self) -> dict[str, Any]:
-        """The finished answer in one object."""
         answer: dict[str, Any] = self._head | {"object": self.whole_kind}
         answer["choices"] = [self.whole_choice(choice) for choice in self.choices]
         answer["usage"] = usage(self.choices, self._n)
@@ -151,10 +142,7 @@ class AnswerWriter(ABC):
 
     def _report(self) -> dict[str, Any]:
         rounds = [round for choice in self.choices for round in choice.rounds]
-        return {
-            "metrics": {"speculative_decoding": speculative_decoding(rounds)},
-            "timings": timings(self.choices[0]),
-        }
+        return {"metrics": {"speculative_decoding": speculative_decoding(rounds)}, "timings": timings(self.choices[0])}
 
     def _chunk(self, part: dict[str, Any]) -> dict[str, Any]:
         chunk: dict[str, Any] = {"choices": [part]}
@@ -321,7 +309,8 @@ class CompletionWriter(AnswerWriter):
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
         """New text, with its log-probabilities; the echoed prompt before the first."""
-        echoed = self._take_echo(choice)
+        echoed = self._echo and choice.job.choice not in self._opened
+        self._opened.add(choice.job.choice)
         text = (self.prompts[choice.job.choice] if echoed else "") + piece.text
         if not (text or piece.finish_reason or piece.logprobs or (self.return_ids and piece.tokens)):
             return []
@@ -344,11 +333,6 @@ class CompletionWriter(AnswerWriter):
         if self.return_ids:
             shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
         return shown
-
-    def _take_echo(self, choice: ChoiceState) -> bool:
-        first = choice.job.choice not in self._opened
-        self._opened.add(choice.job.choice)
-        return self._echo and first
 
     def _choice(self, choice: ChoiceState, text: str, reason: str | None = None) -> dict[str, Any]:
         return {"index": choice.job.choice, "text": text, "logprobs": None, "finish_reason": reason}

@@ -9,9 +9,10 @@ from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
+from starlette.responses import StreamingResponse
 
 from slipstream.apps.server.answer_state import without_folders
-from slipstream.apps.server.answers import EventStream, encoded, event
+from slipstream.apps.server.answers import HEADERS, encoded, event
 from slipstream.apps.server.error_objects import refused, validation_error
 from slipstream.apps.server.openai_routes import service_of, until_gone
 from slipstream.apps.server.request_rows import check_model
@@ -57,7 +58,7 @@ async def events(http: Request) -> Response:
             yield event(encoded(engine_state(service)))
             await asyncio.sleep(INTERVAL_SECONDS)
 
-    return EventStream(states())
+    return StreamingResponse(states(), media_type="text/event-stream", headers=HEADERS)
 
 
 def engine_state(service: Service) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The thread that owns the decoder: requests come in through a mailbox, events leave once per step.
 
-No other thread touches models, caches and drafters, so nobody waits for a lock and the event loop never computes.
+No other thread touches models, caches and drafters, so no thread waits for a lock and the event loop never computes.
 Callers take turns, each caller's requests in order of arrival. While rows are under way, a step reads only as many
 prompt tokens as they can wait for.
 """
@@ -80,7 +80,6 @@ class FairQueue:
         return job
 
     def remove(self, job: Job) -> None:
-        """Remove a job, if it waits."""
         requests = self._callers.get(job.request.caller, OrderedDict())
         line = requests.get(job.request, deque())
         if job in line:
@@ -145,7 +144,6 @@ class EngineThread:
             self._wake.notify()
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of the thread."""
         self._thread.join(timeout)
 
     @property
@@ -190,7 +188,10 @@ class EngineThread:
         with self._wake:
             while not (self._stopping or self._mail or self._running or self._scoring or self._queue):
                 self._wake.wait()
-                self._gather()
+                # rows that begin together share all their rounds, so wait a moment for the rest of a burst
+                deadline = monotonic() + GATHER_SECONDS
+                while not self._stopping and self._is_more_coming() and (remaining := deadline - monotonic()) > 0:
+                    self._wake.wait(remaining)
             mail, self._mail = self._mail, deque()
         for what, job in mail:
             if what == "submit":
@@ -198,12 +199,6 @@ class EngineThread:
             elif not job.over:
                 self._cancel(job)
         return not self._stopping
-
-    def _gather(self) -> None:
-        """Wait a moment for the rest of a burst after idleness: rows that begin together share all their rounds."""
-        deadline = monotonic() + GATHER_SECONDS
-        while not self._stopping and self._is_more_coming() and (remaining := deadline - monotonic()) > 0:
-            self._wake.wait(remaining)
 
     def _cancel(self, job: Job) -> None:
         self._queue.remove(job)
@@ -235,7 +230,7 @@ class EngineThread:
         self._end(job, Ended(job.choice, "error", monotonic(), error))
 
     def _may_begin(self, job: Job) -> bool:
-        """Whether a job may take a place: the last one is not for a long row of a request that has rows under way.
+        """True if a job may take a place: the last one is not for a long row of a request that has rows under way.
 
         Otherwise it could take minutes until another caller gets a place.
         """
@@ -328,7 +323,7 @@ class EngineThread:
         for request, event in events:
             try:
                 request.add_event(event)
-            except Exception as error:  # else the requests behind it would wait for ever
+            except Exception as error:  # else the requests after it would wait forever
                 request.fail(error)
         notify_all(dict.fromkeys(request for request, _ in events))
         if rounds:
@@ -337,5 +332,5 @@ class EngineThread:
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the event loop is closed: nobody is left to notify
+        except RuntimeError:  # the event loop is closed: there is no one to notify
             log.debug("the event loop has ended before the engine")

@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Started:
-    """A row left the queue. cached: prompt tokens that need not be read again."""
+    """A row left the queue."""
 
     choice: int
-    cached: int
+    cached: int  # prompt tokens that need not be read again
     time: float
 
 
@@ -35,22 +35,22 @@ class Scored:
 
 @dataclass(frozen=True)
 class Committed:
-    """A round of a row. text: what it adds to the answer; to one that is sent whole, all at the end."""
+    """A round of a row."""
 
     choice: int
     round: Round
     time: float
-    text: str = ""
+    text: str = ""  # its addition to the answer; an answer that is sent whole gets all text at the end
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A row is over. error: why it failed."""
+    """A row is over."""
 
     choice: int
     reason: FinishReason
     time: float
-    error: Exception | None = None
+    error: Exception | None = None  # why it failed
 
 
 Event = Started | Scored | Committed | Ended
@@ -60,42 +60,34 @@ MAX_UNREAD_EVENTS = 64  # of an answer that is sent whole; more are read before 
 
 @dataclass(eq=False)
 class Job:
-    """One row of a request, for the engine.
-
-    echo: how many alternatives to report when the prompt is scored; None: do not score it. generate: False for a prompt
-    that is only scored. limits: the request's field that rules tokens out, if it has one.
-    """
+    """One row of a request, for the engine."""
 
     request: LiveRequest
     choice: int
     row: Row
-    echo: int | None = None
-    generate: bool = True
-    limits: str | None = None
+    echo: int | None = None  # alternatives to report when the prompt is scored; None: do not score it
+    generate: bool = True  # False for a prompt that is only scored
+    limits: str | None = None  # the request's field that rules tokens out, if it has one
     started: bool = False
     over: bool = False
 
 
 @dataclass(eq=False)
 class LiveRequest:
-    """Events arrive from the engine in order and are read once, by the handler of the request.
-
-    owner: the name of the caller's key. caller: callers take turns by it; the owner or a client's address.
-    group: rows of requests with the same group share cached prompts and what drafters learn.
-    observer: called with every event as it arrives.
-    subscriber: called after new events, to `read` them; it may return a function, which is called once the subscribers
-    of other requests have read theirs.
-    """
+    """Events arrive from the engine in order and are read once, by the handler of the request."""
 
     endpoint: str
-    owner: str = ""
-    group: str = ""
+    owner: str = ""  # the name of the caller's key
+    group: str = ""  # rows of requests with the same group share cached prompts and what drafters learn
     id: str = field(default_factory=lambda: uuid4().hex)
     jobs: list[Job] = field(default_factory=list)
     arrived: float = field(default_factory=monotonic)
     error: Exception | None = None
-    caller: str = ""
+    caller: str = ""  # callers take turns by it: the owner, or a client's address
+    # called with every event as it arrives
     observer: Callable[[LiveRequest, Event], None] = lambda request, event: None
+    # Called after new events, to `read` them; may return a function, which is called once the subscribers of other
+    # requests have read theirs.
     subscriber: Subscriber | None = None
     _events: deque[Event] = field(default_factory=deque)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,12 +125,12 @@ class LiveRequest:
 
     @property
     def has_unread(self) -> bool:
-        """Whether an event, or an error, waits to be read."""
+        """True if an event or an error waits to be read."""
         return bool(self._events) or self.error is not None
 
     @property
     def all_read(self) -> bool:
-        """Whether all rows have ended and the handler knows it."""
+        """True if all rows have ended and the handler knows it."""
         return self._num_read == len(self.jobs)
 
     def read(self) -> Event | None:

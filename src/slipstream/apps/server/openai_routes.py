@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from slipstream.apps.server.access import key_name
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import LiveRequest
-from slipstream.apps.server.request_reading import check_extra, check_plain, rendered_messages
+from slipstream.apps.server.request_reading import check_extra, check_plain, encoder, rendered_messages
 from slipstream.apps.server.request_rows import check_model
 from slipstream.apps.server.schemas import (
     ChatFields,
@@ -167,7 +167,7 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
         check_text("prompt", fields.prompt or "")
         if plain:
             check_plain([("prompt", fields.prompt or "")], tokenizer)
-        return (tokenizer.bare if fields.add_special_tokens is False else tokenizer.encode)(fields.prompt or "")
+        return encoder(fields, tokenizer)(fields.prompt or "")
 
     tokens = await until_gone(http, service.text_pool.run(work, http.state.caller))
     service.count_unknown(fields)

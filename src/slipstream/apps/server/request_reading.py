@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,8 +184,7 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
     if not isinstance(prompt, str):
         return Rendered(_cut(prompt, fields.truncate_prompt_tokens))
     check_text("prompt", prompt)
-    encode = _needed(tokenizer).bare if fields.add_special_tokens is False else _needed(tokenizer).encode
-    all_ids = encode(prompt)
+    all_ids = encoder(fields, tokenizer)(prompt)
     ids = _cut(all_ids, fields.truncate_prompt_tokens)
     return Rendered(ids, prompt if len(ids) == len(all_ids) else None)
 
@@ -219,7 +218,7 @@ def rendered_messages(
         parts += [("tools", tools), ("chat_template_kwargs", fields.chat_template_kwargs)]
         check_plain(((name, text) for name, part in parts for text in _texts_of(part)), tokenizer)
     if not _needed(tokenizer).has_chat_template:
-        return messages, _lines(messages, tokenizer, fields.add_special_tokens)
+        return messages, encoder(fields, tokenizer)("\n".join(message["content"] for message in messages))
     if fields.add_special_tokens:
         name = "add_special_tokens"
         raise refused(f"{name}=true; allowed: false, the chat template writes its own", name)
@@ -291,14 +290,6 @@ def check_tools_read(tokenizer: Tokenizer | None) -> None:
         raise refused(f"tools: this chat template does not read them; {works}", "tools")
 
 
-def _lines(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None, special_tokens: bool | None
-) -> list[int]:
-    """A conversation without a chat template: its texts, line by line."""
-    encode = _needed(tokenizer).bare if special_tokens is False else _needed(tokenizer).encode
-    return encode("\n".join(message["content"] for message in messages))
-
-
 def _message(number: int, message: MessageFields, read: frozenset[str]) -> dict[str, Any]:
     """A message in the form of chat templates. read: names of further fields that this model's template reads."""
     name = f"messages.{number}.content"
@@ -354,6 +345,13 @@ def _call(place: str, call: CallFields) -> dict[str, Any]:
 
 def _cut(ids: list[int], max_tokens: int | None) -> list[int]:
     return ids if max_tokens is None else ids[-max_tokens:]
+
+
+def encoder(
+    fields: ChatFields | CompletionFields | TokenizeFields, tokenizer: Tokenizer | None
+) -> Callable[[str], list[int]]:
+    """Encodes texts with or without the tokenizer's special tokens, as the request asks."""
+    return _needed(tokenizer).bare if fields.add_special_tokens is False else _needed(tokenizer).encode
 
 
 def _needed(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -117,7 +117,6 @@ def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Co
 
 
 def _response_schema(fields: SamplingFields) -> dict[str, Any]:
-    """The schema of `response_format`."""
     form = fields.response_format
     assert form is not None
     if form.type == "json_object":
@@ -256,16 +255,13 @@ class RowMaker:
         """
         jobs: list[Job] = []
         for number, prompt in enumerate(prompts):
-            self._check_ids(number, prompt.ids)
+            size = self.decoder.target.backend.vocab_size
+            if bad := [token for token in prompt.ids if not 0 <= token < size]:
+                raise refused(f"prompt {number}: token id {bad[0]}; allowed: 0 to {size - 1}", "prompt")
             for job in self._of_prompt(live, fields, prompt, tokenizer):
                 job.choice = len(jobs)
                 jobs.append(job)
         return jobs
-
-    def _check_ids(self, number: int, ids: Sequence[int]) -> None:
-        size = self.decoder.target.backend.vocab_size
-        if bad := [token for token in ids if not 0 <= token < size]:
-            raise refused(f"prompt {number}: token id {bad[0]}; allowed: 0 to {size - 1}", "prompt")
 
     def _of_prompt(
         self, live: LiveRequest, fields: SamplingFields, prompt: Rendered, tokenizer: Tokenizer | None

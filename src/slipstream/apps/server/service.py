@@ -135,7 +135,6 @@ class Service:
 
     @property
     def text_pool(self) -> TextPool:
-        """The threads that tokenize."""
         self.check_ready()
         assert self._pools is not None
         return self._pools[0]

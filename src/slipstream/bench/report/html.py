@@ -16,15 +16,7 @@ from slipstream.bench.length_series import best_lengths
 from slipstream.bench.records import Header, VerdictName
 from slipstream.bench.report.headline import advice, headline, num_prompts, over_hugging_face, text_verdicts
 from slipstream.bench.report.plots import Chart, height_of, inline_svg
-from slipstream.bench.report.report_data import (
-    Data,
-    Sample,
-    acceptance,
-    efficiency,
-    local_time,
-    sample,
-    sampled_texts,
-)
+from slipstream.bench.report.report_data import Data, Sample, acceptance, efficiency, local_time, sample, sampled_texts
 from slipstream.bench.result_tables import Row, Table, cell, time_shares
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
 from slipstream.checks import counted
@@ -65,7 +57,10 @@ def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> 
         samples=_samples(data, tokenizer),
         arms=[(label(name), describe(name)) for name in data.header.settings.get("arms", [])],
         settings=settings_table(data.header),
-        machine=machine_table(data.header),
+        machine=[
+            (NAMES.get(name, _spaced(name)), words(value))
+            for name, value in (data.header.machine | data.header.versions).items()
+        ],
         command=data.header.command,
     )
 
@@ -105,7 +100,8 @@ def _overall(data: Data, batch: int) -> Table:
             data.label(arm.arm),
             *_speeds(data, arm),
             *(cell(over_hf.get((arm.arm, batch)), unit="x") for _ in hf),
-            _texts(arm),
+            # "reference" outputs are those that the others are compared with
+            ", ".join(f"{arm.verdicts[name]} {name}" for name in VERDICTS if arm.verdicts[name]) or "-",
             *_acceptance(data, arm),
         ]
         for arm in data.summaries
@@ -118,11 +114,6 @@ def _overall(data: Data, batch: int) -> Table:
     if len(bases) > 1:
         return Table(title, columns, rows)
     return Table(f"{title}; speed-ups are over {bases.pop()}", columns, rows).without("over")
-
-
-def _texts(arm: ArmSummary) -> str:
-    """Counts of outputs by verdict; "reference" are those that the others are compared with."""
-    return ", ".join(f"{arm.verdicts[name]} {name}" for name in VERDICTS if arm.verdicts[name]) or "-"
 
 
 def _speeds(data: Data, arm: ArmSummary) -> Row:
@@ -239,19 +230,15 @@ def settings_table(header: Header) -> Rows:
     rows.append(("repeats", words(settings.get("repeats"))))
     rows.append(("prompts", "; ".join(f"{name} {count}" for name, count in families.items()) or "none recorded"))
     rows.append(("chat template", "used" if settings.get("chat", True) else "not used (--raw)"))
-    rows.append(("sampling", _sampling(params)))
+    temperature = params.get("temperature", 0)
+    sampled = f"temperature {words(temperature)}, seed {words(params.get('seed'))}"
+    rows.append(("sampling", "greedy" if temperature == 0 else sampled))
     rows.append(("longest answer", counted(int(params.get("max_tokens") or 0), "token")))
     shown = {"target", "draft", "arms", "reference", "batch_sizes", "repeats", "prompts", "chat", "config", "params"}
     rows += [(_spaced(name), words(value)) for name, value in settings.items() if name not in shown]
     rows += _changed(settings.get("config", {}), DecoderConfig, set())
     rows += _changed(params, SamplingParams, {"temperature", "seed", "max_tokens"})
     return [*rows, ("begun", local_time(header.started))]
-
-
-def machine_table(header: Header) -> Rows:
-    """The machine, and the versions of Slipstream and the libraries it uses."""
-    both = header.machine | header.versions
-    return [(NAMES.get(name, _spaced(name)), words(value)) for name, value in both.items()]
 
 
 def describe(name: str) -> str:
@@ -288,11 +275,6 @@ def words(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(words, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _sampling(params: Mapping[str, Any]) -> str:
-    temperature = params.get("temperature", 0)
-    return "greedy" if temperature == 0 else f"temperature {words(temperature)}, seed {words(params.get('seed'))}"
 
 
 def _changed(values: Mapping[str, Any], cls: type[Any], shown: set[str]) -> Rows:

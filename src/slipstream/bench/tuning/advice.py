@@ -64,7 +64,6 @@ class Advice:
 
     @property
     def sentence(self) -> str:
-        """The advice in words."""
         text = f"batch {self.batch}: do not speculate (plain decoding, {self.plain.value:.1f} tok/s)"
         if self.best is not None and (speed_up := self.best.measured) is not None:
             interval = "" if speed_up.low is None else f" ({speed_up.low:.2f} to {speed_up.high:.2f})"
@@ -108,10 +107,10 @@ def advise(batch: int, choices: Mapping[str, Candidate], result: Race, needed_se
         elif measured.lost or result.winner is None:  # without a winner all have failed
             others.append(measured)
         else:
-            winner, theirs = result.winner.name, [run for run in result.runs if run.arm == name]
-            met = {(tuple(run.prompts), run.repeat) for run in theirs}
+            winner, arm_runs = result.winner.name, [run for run in result.runs if run.arm == name]
+            met = {(tuple(run.prompts), run.repeat) for run in arm_runs}
             same = [run for run in result.runs if (tuple(run.prompts), run.repeat) in met]
-            ratio = exp(seconds_per_token(same, winner) - seconds_per_token(theirs, name))
+            ratio = exp(seconds_per_token(same, winner) - seconds_per_token(arm_runs, name))
             others.append(replace(measured, lost=f"{ratio:.2f}x the speed of {winner}"))
     others.sort(key=lambda other: (-other.units, -(other.measured.value if other.measured else 0.0)))
     return Advice(batch, best, tuple(others), plain.speed.tokens_per_second, needed_seconds)
@@ -187,7 +186,6 @@ class Tuned:
         return [(advice, result) for advice in self.advice for result in advice.others if result.failed]
 
     def to_dict(self) -> dict[str, Any]:
-        """All advice, for JSON."""
         return {"advice": [advice.to_dict() for advice in self.advice], "unmeasured": list(self.unmeasured)}
 
 

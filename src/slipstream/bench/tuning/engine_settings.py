@@ -233,15 +233,10 @@ def write_files(
         if batch_texts is first:
             texts |= batch_texts
         elif batch_texts != first:
-            texts |= {_numbered(name, of_batch.batch): text for name, text in batch_texts.items()}
+            texts |= {name.replace(".", f"-batch{of_batch.batch}."): text for name, text in batch_texts.items()}
     try:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"folder {str(folder)!r} cannot be written: {os_reason(error)}") from error
     return [folder / name for name in texts]
-
-
-def _numbered(name: str, batch: int) -> str:
-    stem, _, ending = name.partition(".")
-    return f"{stem}-batch{batch}.{ending}"

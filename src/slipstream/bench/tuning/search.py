@@ -125,7 +125,6 @@ class Budget:
 
     @property
     def now(self) -> float:
-        """Seconds since the start."""
         return self.clock() - self.begin
 
 

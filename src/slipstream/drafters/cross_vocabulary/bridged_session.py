@@ -23,16 +23,13 @@ LONGEST_TAIL = 400  # characters of a text without spaces that are encoded again
 
 @dataclass
 class DraftText:
-    """A row's text in draft tokens: the first `settled` are final; those that encode `tail` may still change.
-
-    num_read: how many of the target's tokens were read. beginning: whether the tail begins the text.
-    """
+    """A row's text in draft tokens."""
 
     bridge: VocabularyBridge
-    settled: int = 0
-    num_read: int = 0
+    settled: int = 0  # number of final tokens; those that encode `tail` may still change
+    num_read: int = 0  # tokens of the target that were read
     tail: bytes = b""
-    beginning: bool = True
+    beginning: bool = True  # the tail begins the text
     longest_tail: int = LONGEST_TAIL
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
@@ -209,15 +206,12 @@ class BridgedSession:
         pairs = enumerate(zip(cached, tail, strict=False))
         num_same = next((i for i, (a, b) in pairs if a != b), min(len(cached), len(tail)))
         self.session.keep(draft_row, start + num_same)
-        draft_row.tokens[start:] = tail if start or tail else self._end_of_text()
+        # a draft model cannot read nothing: it begins as if an earlier document had ended
+        draft_row.tokens[start:] = tail if start or tail else [*self.bridge.draft.end_ids, 0][:1]
         counterpart.drafted = []
         self._shorten(counterpart, steps)
         draft_row.open_end = max(1, len(draft_row.tokens) - counterpart.text.settled)
         return draft_row
-
-    def _end_of_text(self) -> list[int]:
-        """Tokens that the draft model reads in place of none, as if an earlier document had ended before them."""
-        return [self.bridge.draft.end_ids[0] if self.bridge.draft.end_ids else 0]
 
     def _shorten(self, counterpart: _Counterpart, steps: int) -> None:
         """Forget the beginning of a text that does not fit the draft model's context."""

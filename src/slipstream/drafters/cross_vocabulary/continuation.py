@@ -10,16 +10,13 @@ from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, unfinish
 
 
 class Continuation:
-    """One row's draft of one round: draft tokens go in, target tokens come out.
-
-    is_over: whether the draft model has ended the text or written a special token that stands for no text.
-    """
+    """One row's draft of one round: draft tokens go in, target tokens come out."""
 
     def __init__(self, bridge: VocabularyBridge, committed: Sequence[int]) -> None:
         self._bridge, self._text = bridge, b""
         self._begins: list[int] = []  # byte of the draft at which each draft token begins
         self._end: int | None = None
-        self.is_over = False
+        self.is_over = False  # the draft model has ended the text, or written a special token that stands for no text
         self._context = _context(bridge, committed)
         self._before = b"".join(bridge.target.texts[token] or b"" for token in self._context)
         self._encoded: tuple[int, list[int]] = (-1, [])  # number of draft tokens, target tokens

@@ -1,7 +1,7 @@
 """A draft model of another vocabulary: its text is translated, as bytes, into the target's tokens.
 
 With acceptance by `match` a draft is a guess, so any translation leaves the text the target's own. Rules that need the
-distribution of a draft get drafts of shared tokens only, sampled from the draft model's renormalised distribution over
+distribution of a draft get drafts of shared tokens only, sampled from the draft model's renormalized distribution over
 them, which is a distribution over the target's tokens (Timor et al., ICML 2025, arXiv 2502.05202, algorithm 4).
 """
 
@@ -20,23 +20,11 @@ from slipstream.core.types import Draft, Row, Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.drafters.model.model_drafter import (
-    DraftChain,
-    ModelDrafter,
-    Stop,
-    extended,
-    record_of,
-    stop_for,
-)
+from slipstream.drafters.model.model_drafter import DraftChain, ModelDrafter, Stop, extended, record_of, stop_for
 from slipstream.errors import UsageError
 from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 
-TRAITS = Traits(
-    has_own_cache=True,
-    default_length=6,
-    needs_draft_model=True,
-    other_vocabulary=True,
-)
+TRAITS = Traits(has_own_cache=True, default_length=6, needs_draft_model=True, other_vocabulary=True)
 
 
 class SharedTokens:
@@ -199,7 +187,7 @@ class CrossVocabularyDrafter:
         """The next token of each row's draft, and its probability. logits: [B, D], the draft model's."""
         if sampler.plain:
             best = argmax(logits)
-            if self._stop is None:  # nobody asks how likely they are
+            if self._stop is None:  # nothing asks how likely they are
                 return best, torch.ones(len(best), dtype=torch.float32, device=best.device)
             return best, logits.float().softmax(-1).gather(-1, best[:, None])[:, 0]
         shared, offsets = self._shared, [len(text.tokens()) for text in texts]

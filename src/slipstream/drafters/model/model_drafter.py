@@ -29,32 +29,25 @@ from slipstream.models.heads.network import all_scores
 
 MIN_DRAFT_PROB = 0.4  # a less likely draft ends, where drafts must depend on the row alone
 TRAITS = Traits(
-    has_own_cache=True,
-    default_length=6,
-    preference=2,
-    needs_draft_model=True,
-    branches=True,
-    in_other_engines=True,
+    has_own_cache=True, default_length=6, preference=2, needs_draft_model=True, branches=True, in_other_engines=True
 )
 
 
 class Stop(Protocol):
-    """Decides which rows' drafts end with the token drafted last.
-
-    learned: how likely tokens are to be accepted, where drafts get acceptance probabilities from it.
-    """
+    """Decides which rows' drafts end with the token drafted last."""
 
     @property
     def learned(self) -> ModelDrafts | None:
+        """Acceptance learned by kind of token, from which drafts get acceptance probabilities; None without it."""
         return None
 
     def ends(
         self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
     ) -> list[bool]:
-        """For each row, whether its draft ends.
+        """For each row, True if its draft ends.
 
-        chances[i]: the draft model's probability of each token of row i so far. lengths: how many are asked for.
-        sampled: whether the tokens are sampled from the draft model's distribution, so that the text depends on them.
+        chances[i]: the draft model's probability of each token of row i so far. lengths: numbers of requested tokens.
+        sampled: the tokens are sampled from the draft model's distribution, so that the text depends on them.
         """
 
 
@@ -162,9 +155,9 @@ class ModelDrafter:
         sampled = not (sampler.all_greedy or self.coupled)
         siblings = 0 if sampled or not sampler.branching else self.siblings
         per_level = 1 + siblings if self.stop is None else 1
-        asked = [self._chain_length(per_level, row, n) for row, n in zip(rows, lengths, strict=True)]
-        width = self.session.begin(max(asked, default=0))
-        ends = asked = [min(length, width) for length in asked]
+        num_steps = [self._chain_length(per_level, row, n) for row, n in zip(rows, lengths, strict=True)]
+        width = self.session.begin(max(num_steps, default=0))
+        ends = num_steps = [min(count, width) for count in num_steps]
         records = tuple(RowDraft(MODEL if n else "") for n in lengths)
         if width and sampler.plain and self.stop is None and not siblings:
             drafted = self.session.draft_greedy(rows, width, self.vocab_size)
@@ -197,7 +190,7 @@ class ModelDrafter:
                 for chain, best, best_chances in zip(chains, leaders.tolist(), chances.tolist(), strict=True):
                     chain.add(best, best_chances)
             if self.stop is not None:
-                has_ended = self.stop.ends(rows, asked, [chain.chances for chain in chains], sampled)
+                has_ended = self.stop.ends(rows, num_steps, [chain.chances for chain in chains], sampled)
                 ends = [min(end, steps) if is_over else end for end, is_over in zip(ends, has_ended, strict=True)]
         if steps:
             self.session.keep_drafts(ends)
@@ -237,7 +230,7 @@ class ModelDrafter:
         return _draft_of(trees, records, sampler)
 
     def _chain_length(self, tokens_per_level: int, row: Row, length: int) -> int:
-        """The depth of a tree of `length` tokens, so many of them on each level."""
+        """The depth of a tree of `length` tokens with this many on each level."""
         is_cut_short = tokens_per_level > 1 and length == row.remaining - 1  # by the end of the text
         depth = min(self.depth, length) if self.depth and is_cut_short else -(-length // tokens_per_level)
         return min(self.steps, depth)
@@ -319,7 +312,7 @@ def extended(
 
 
 def comb(tokens: Sequence[int], probs: Sequence[float] | None, leaves: Sequence[tuple[int, int, float]]) -> Tree:
-    """A chain with leaves beside its tokens: with `probs` the likeliest nodes first, else the chain before the leaves.
+    """A chain with leaves next to its tokens: with `probs` the likeliest nodes first, else the chain before the leaves.
 
     leaves: depth, token and acceptance probability.
     """
@@ -334,7 +327,7 @@ def comb(tokens: Sequence[int], probs: Sequence[float] | None, leaves: Sequence[
 
 
 def _filled(lengths: Sequence[int], chains: Sequence[DraftChain], sampler: Sampler) -> Draft:
-    """Chains, and beside them as many runners-up as there is room for, the earliest first."""
+    """Chains, and as many runners-up as there is room for, the earliest first."""
     trees = []
     for length, chain in zip(lengths, chains, strict=True):
         leaves = [
@@ -377,7 +370,7 @@ def build(setup: Setup, argument: str) -> Drafter:
 
 
 def stop_for(setup: Setup, percent: int | None) -> Stop | None:
-    """When a draft model of this setup stops. percent: the user's p=PERCENT, None without one."""
+    """The rule that ends drafts of a draft model of this setup. percent: the user's p=PERCENT, None without one."""
     if percent is not None:
         return PathBelow(percent / 100) if percent else None
     if setup.confidence:

@@ -25,16 +25,13 @@ STRAYS, WINDOW = 4, 64  # a row with this many new tokens among this many of its
 
 @dataclass
 class _Vocabulary:
-    """One row's tokens besides the frequent ones. tokens: [N], in the order of their weights in `chosen`.
+    """One row's tokens besides the frequent ones."""
 
-    token_set: the same tokens. num_read: how many of the row's tokens have been looked at. strays: the latest positions
-    at which the output had a token outside the vocabulary.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # [N], in the order of their weights in `chosen`
     chosen: ChosenRows
-    token_set: set[int] = field(default_factory=set)
-    num_read: int = 0
+    token_set: set[int] = field(default_factory=set)  # the same tokens
+    num_read: int = 0  # tokens of the row that have been looked at
+    # latest positions of tokens outside the vocabulary
     strays: deque[int] = field(default_factory=lambda: deque(maxlen=STRAYS))
 
     def needs_all_tokens(self, length: int) -> bool:

@@ -43,19 +43,17 @@ class RayJob:
         with JobState(self.files, digests, self.report) as state:
             if lines := {line.number: line for line in state.pending()}:
                 with _connected(ray, self.options.ray):
-                    self._answer(ray, state, lines, on_progress)
+                    try:
+                        for block in self._blocks(ray, lines):
+                            self._write(state, lines, block)
+                            on_progress(state.tick())
+                    except ray.exceptions.RayError as error:
+                        why = f"Ray failed: {_reason(error)}; finished answers stay in the output"
+                        raise SlipstreamError(why) from error
+                if lines:
+                    raise SlipstreamError(f"Ray lost {len(lines)} lines; run the same command again to answer them")
             state.tick()
         return self.report
-
-    def _answer(self, ray: Any, state: JobState, lines: dict[int, Line], on_progress: Progress) -> None:
-        try:
-            for block in self._blocks(ray, lines):
-                self._write(state, lines, block)
-                on_progress(state.tick())
-        except ray.exceptions.RayError as error:
-            raise SlipstreamError(f"Ray failed: {_reason(error)}; finished answers stay in the output") from error
-        if lines:
-            raise SlipstreamError(f"Ray lost {len(lines)} lines; run the same command again to answer them")
 
     def _blocks(self, ray: Any, lines: Mapping[int, Line]) -> Iterator[Mapping[str, Any]]:
         """Blocks of answers, in the order in which they finish."""

@@ -28,7 +28,6 @@ class RayOptions:
 
     @property
     def actors(self) -> tuple[int, int]:
-        """The minimum and maximum number of engines."""
         low, _, high = self.ray_actors.partition("-")
         return int(low), int(high or low)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any, Protocol, runtime_checkable
 
@@ -248,11 +247,8 @@ def _follow(processor: Processor, p: Tensor, draft: list[int]) -> tuple[int, int
 
 def _unadjusted(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
     """Lossy: keep as rejection sampling does, then sample from p where (p - q)+ is due."""
-    return Distributions(rejection(p, scores, draft).keep, partial(_at, p))
-
-
-def _at(p: Tensor, accepted: Tensor) -> Tensor:
-    return p[torch.arange(len(p), device=p.device), accepted]
+    rows = torch.arange(len(p), device=p.device)
+    return Distributions(rejection(p, scores, draft).keep, lambda accepted: p[rows, accepted])
 
 
 UNADJUSTED = Rule("skip-sample-adjustment", False, _unadjusted)
