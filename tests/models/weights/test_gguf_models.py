@@ -266,7 +266,7 @@ def test_impossible_rows_and_shapes_are_refused(files: dict[tuple[str, bool], Pa
 @pytest.mark.parametrize(
     ("offset", "size", "value", "message"),
     [
-        (16, 4, 250, "is of the unknown type 250; allowed: F32, .*, and others that the gguf package names$"),
+        (16, 4, 250, "is of the unknown type 250; allowed: Q4_0, .*, BF16, and others that the gguf package names$"),
         (20, 8, 7, r"begins at byte 7 of the data; allowed: multiples of \d+$"),
         (20, 8, 0, r"begins within tensor '[\w.]+'; allowed: tensors that do not overlap"),
     ],

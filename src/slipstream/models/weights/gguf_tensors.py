@@ -254,8 +254,9 @@ class GGUFTensors:
             raise self._missing(parameter)
         entry = named.entry
         self.check_shape(entry, shape)
-        block, matrix = check_kind(entry), replace(entry, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
-        packed = BlockPart(block, matrix.shape, partial(self._reader.rows, matrix), block_kernels(), SmallPages())
+        matrix = prod(entry.shape[:-1]), entry.shape[-1]
+        read = partial(self._reader.rows, replace(entry, shape=matrix))
+        packed = BlockPart(check_kind(entry), matrix, read, block_kernels(), SmallPages())
         numbers = packed.rows(torch.arange(packed.outputs)).view(entry.shape).numpy()
         if not numpy.isfinite(numbers).all():
             raise SlipstreamError(
