@@ -12,17 +12,20 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from slipstream.models.cpu.block_linear import BlockPart
-from slipstream.models.cpu.structs import FORMATS, BlockFormat
+from slipstream.models.cpu.structs import BY_NAME, BlockFormat
 from tests.support.tiny_models import fresh
 
 ALPHABET = sorted(ByteLevel.alphabet(), key=ord)  # the characters that stand for bytes
-BY_NAME = {block.name: block for block in FORMATS}
-# (offset, number) of the float16 numbers in a block
-HALVES = {"Q4_0": (0, 1), "Q4_1": (0, 2), "Q5_0": (0, 1), "Q5_1": (0, 2), "Q8_0": (0, 1)} | {
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
+# (offset, number) of the float16 numbers in a block; those of other types are at its beginning
+HALVES = dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)) | {
+    "Q2_K": (80, 2),
+    "Q3_K": (108, 1),
     "Q6_K": (208, 1),
+    "TQ1_0": (52, 1),
+    "TQ2_0": (64, 1),
 }
+# where scales are bytes: how many, at the beginning of a block, and their usual range
+SCALE_BYTES = {"MXFP4": (1, 117, 125), "NVFP4": (4, 1, 10)}
 TOKENS = 260  # 256 bytes and four more
 SHAPE: dict[str, Any] = {
     "vocab_size": TOKENS,
@@ -40,7 +43,11 @@ def random_blocks(block: BlockFormat, rows: int, inputs: int, seed: int, scale: 
     """[rows, bytes] uint8: all bits are random, except that scales have about this size."""
     generator = numpy.random.default_rng(seed)
     blocks = generator.integers(0, 256, (rows, inputs // block.size, block.bytes), dtype=numpy.uint8)
-    offset, count = HALVES[block.name]
+    if block.name in SCALE_BYTES:
+        count, low, high = SCALE_BYTES[block.name]
+        blocks[..., :count] = generator.integers(low, high, (*blocks.shape[:2], count), dtype=numpy.uint8)
+        return blocks.reshape(rows, -1)
+    offset, count = HALVES.get(block.name, (0, 1))
     halves = (generator.standard_normal((*blocks.shape[:2], count)) * scale).astype(numpy.float16)
     blocks[..., offset : offset + 2 * count] = halves.view(numpy.uint8)
     return blocks.reshape(rows, -1)
@@ -74,7 +81,7 @@ def write_model(
     more: adds further values and tensors to the file. part_tensors: the number of tensors per file, if it is split.
     tokenizer: adds the vocabulary; by default a few arbitrary tokens.
     kinds: the type of matrices whose name contains a key; "" is the type of the others. Types that the gguf package
-    cannot make of numbers (Q4_K and the like) get random blocks.
+    cannot make of numbers (Q4_K and the like) get random blocks, and zeros if the kernels do not take them either.
     """
     import gguf
 
@@ -126,13 +133,16 @@ def _add(writer: Any, name: str, numbers: Any, kind: str) -> Tensor:
         writer.add_tensor(name, numbers.astype(numpy.float32))
         return torch.from_numpy(numbers)
     number = gguf.GGMLQuantizationType[kind]
-    if kind in ("Q4_K", "Q5_K", "Q6_K"):
-        size = 0.001 if kind == "Q6_K" else 0.0005
-        raw = random_blocks(BY_NAME[kind], *numbers.shape, seed=len(name), scale=size / 4)
-    elif kind == "Q2_K":
-        raw = numpy.zeros((numbers.shape[0], numbers.shape[1] // 256 * 84), numpy.uint8)
-    else:
+    try:
         raw = quantize(numbers, number)
+    except NotImplementedError:
+        if kind in BY_NAME:
+            seed = len(name)
+            size = dequantised(BY_NAME[kind], random_blocks(BY_NAME[kind], *numbers.shape, seed)).std()
+            raw = random_blocks(BY_NAME[kind], *numbers.shape, seed, scale=0.01 * 0.03 / float(size))
+        else:
+            num_values, num_bytes = gguf.GGML_QUANT_SIZES[number]
+            raw = numpy.zeros((numbers.shape[0], numbers.shape[1] // num_values * num_bytes), numpy.uint8)
     writer.add_tensor(name, raw, raw_dtype=number)
     return torch.from_numpy(dequantize(raw, number).astype(numpy.float32))
 

@@ -109,7 +109,8 @@ def load_in_blocks(source: str, options: LoadOptions) -> QuantisedModel | None:
         except NotInBlocksError as error:
             reason = str(error)
             if not is_required:
-                log.warning("%s is unpacked to bfloat16, which rounds its weights: %s", quantised.name, reason)
+                if error.rounds:
+                    log.warning("%s is unpacked to bfloat16, which rounds its weights: %s", quantised.name, reason)
                 options = replace(options, dtype="bfloat16" if options.dtype == "auto" else options.dtype)
     if is_required:
         raise UsageError(
@@ -154,9 +155,9 @@ class GGUFFile:
         header = read_header(self.file)
         header.check_model()
         check_kernels()
-        for entry in header.tensors.values():
-            if len(entry.shape) > 1:
-                check_kind(entry)
+        kinds = {check_kind(entry).name for entry in header.tensors.values() if len(entry.shape) > 1}
+        if kinds == {"BF16"}:  # unpacked weights are compressed to 12 bits
+            raise NotInBlocksError("its matrices are bfloat16 numbers, not blocks", rounds=False)
         with PackedAhead(header, block_kernels()) as ahead:
             folder = described(header)
             return str(folder), self._filled(header, folder, activations, ahead)

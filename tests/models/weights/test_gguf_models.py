@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 import struct
 import sys
@@ -87,6 +88,52 @@ def test_logits_are_right_with_head_norms_windows_and_scaled_embeddings(
     assert kl(expected, logits(loaded, ids)) < 1e-6 < kl(expected, expected.roll(1, 1))
 
 
+OTHERS = (
+    {"": "Q8_0", "0.attn_v": "F16", "0.ffn_up": "F32", "1.ffn_gate": "BF16", "1.attn_k": "BF16"},
+    {"": "MXFP4", "0.attn_v": "IQ4_NL", "0.ffn_up": "IQ4_XS", "1.ffn_up": "Q3_K", "1.ffn_down": "Q2_K"},
+    {"": "IQ3_S", "0.attn_v": "IQ3_XXS", "0.ffn_up": "NVFP4", "1.ffn_up": "TQ1_0", "1.ffn_down": "TQ2_0"},
+)
+
+
+@pytest.mark.parametrize("kinds", OTHERS, ids=lambda kinds: "+".join(kinds.values()))
+def test_other_types_and_matrices_in_floating_point_are_computed_as_they_are(
+    kinds: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, ids = str(tmp_path / "model.gguf"), torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
+    write_model(Path(file), "llama", kinds)
+    _, reference = load_model(file, LoadOptions("float32"))
+    with torch.inference_mode():
+        expected = reference(input_ids=ids, use_cache=False).logits
+    loaded = load(file, LoadOptions(activations="int15"))
+    assert loaded.backend.shape_independent and "unpacked" not in caplog.text
+    assert loaded.arithmetic == f"{'+'.join(sorted({*kinds.values()}))} blocks, int15 activations"
+    assert kl(expected, logits(loaded, ids)) < 1e-6 < kl(expected, expected.roll(1, 1))
+
+
+def test_a_file_of_bfloat16_matrices_is_unpacked_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path / "plain.gguf", kinds="BF16")
+    loaded = load(str(tmp_path / "plain.gguf"), LoadOptions())
+    assert not block_linears(loaded.model) and loaded.model.dtype == torch.bfloat16 and "rounds" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "IQ4_XS", "Q3_K", "F16"])
+def test_damaged_weights_give_some_text_or_one_line(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "damaged.gguf"
+    write_model(file, kinds={"": "Q8_0", "ffn_down": kind})
+    down = read_header(file).tensors["blk.0.ffn_down.weight"]
+    content, damage = bytearray(file.read_bytes()), random.Random(7)
+    for _ in range(200):
+        content[down.start + damage.randrange(down.num_bytes)] = damage.randrange(256)
+    file.write_bytes(content)
+    decoder = SpeculativeDecoder(str(file), drafter="none")
+    try:
+        assert len(decoder.generate(PROMPTS[0], SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+    except SlipstreamError as error:
+        assert "\n" not in str(error)
+
+
 def test_whole_layers_are_compiled_and_every_weight_is_a_block(files: dict[tuple[str, bool], Path]) -> None:
     loaded = load(str(files["llama", True]), LoadOptions())
     layers = [module.__dict__["forward"] for module in loaded.model.modules() if "forward" in module.__dict__]
@@ -166,14 +213,15 @@ def test_activations_is_refused_for_models_without_blocks(files: dict[tuple[str,
 
 
 def test_types_without_a_kernel_are_unpacked_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_model(tmp_path / "two.gguf", kinds={"": "Q8_0", "1.ffn_down": "Q2_K"})
+    write_model(tmp_path / "two.gguf", kinds={"": "Q8_0", "1.ffn_down": "IQ2_S"})
     with caplog.at_level(logging.WARNING, "slipstream"):
         loaded = load(str(tmp_path / "two.gguf"), LoadOptions())
     assert not block_linears(loaded.model) and loaded.model.dtype == torch.bfloat16
     messages = [record.message for record in caplog.records if "unpacked" in record.message]
     assert messages == [
-        "two.gguf is unpacked to bfloat16, which rounds its weights: tensor 'blk.1.ffn_down.weight' is of type Q2_K; "
-        "computed with: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K"
+        "two.gguf is unpacked to bfloat16, which rounds its weights: tensor 'blk.1.ffn_down.weight' is of type IQ2_S; "
+        "computed with: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ3_XXS, IQ4_NL, IQ3_S, IQ4_XS, "
+        "TQ1_0, TQ2_0, MXFP4, NVFP4, F32, F16, BF16"
     ]
 
 
@@ -218,7 +266,7 @@ def test_impossible_rows_and_shapes_are_refused(files: dict[tuple[str, bool], Pa
 @pytest.mark.parametrize(
     ("offset", "size", "value", "message"),
     [
-        (16, 4, 250, "is of the unknown type 250; allowed: F32, .*, and others that the gguf package names$"),
+        (16, 4, 250, "is of the unknown type 250; allowed: Q4_0, .*, BF16, and others that the gguf package names$"),
         (20, 8, 7, r"begins at byte 7 of the data; allowed: multiples of \d+$"),
         (20, 8, 0, r"begins within tensor '[\w.]+'; allowed: tensors that do not overlap"),
     ],
@@ -240,17 +288,17 @@ def changed(file: Path, folder: Path, offset: int, new: bytes) -> Path:
 
 
 def test_types_without_kernels_need_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in ("Q2_K", "Q4_K"):
+    for kind in ("IQ2_S", "Q4_K"):
         write_model(tmp_path / f"{kind}.gguf", kinds={"": "Q8_0", "1.ffn_down": kind})
         read_header(tmp_path / f"{kind}.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     read_header(tmp_path / "Q4_K.gguf")
     with pytest.raises(
         SlipstreamError,
-        match=r"'blk.1.ffn_down.weight' is of the unknown type 10; allowed: F32, .*Q6_K"
+        match=r"'blk.1.ffn_down.weight' is of the unknown type 22; allowed: Q4_0, .*BF16"
         r", and others after pip install gguf$",
     ):
-        read_header(tmp_path / "Q2_K.gguf")
+        read_header(tmp_path / "IQ2_S.gguf")
 
 
 def test_empty_tensors_do_not_overlap_others(files: dict[tuple[str, bool], Path], tmp_path: Path) -> None:

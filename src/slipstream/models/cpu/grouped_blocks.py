@@ -1,7 +1,9 @@
 """Matrices of quantised checkpoints as rows of blocks that the kernels take, with no number changed.
 
 A weight is (code - zero) * scale, or (code - 8) * scale + minimum; a group of inputs shares scale, zero and minimum.
-If one of GGUF's block types holds exactly that, it is used, else one of those in `csrc/blocks/grouped.c`.
+If one of GGUF's block types holds exactly that, it is used, else INT4 or INT4_MINIMA, in which a group's scales precede
+its codes, one byte a code. INT4: a float16 scale, a signed byte of offset and an unused byte; a weight is
+scale * (code - 8 + offset). INT4_MINIMA: a float32 scale and a float32 minimum.
 """
 
 from __future__ import annotations
@@ -12,20 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.cpu.structs import FORMATS, GROUPED, INPUTS, KINDS, BlockFormat
+from slipstream.models.cpu.structs import BY_NAME, INPUTS, KINDS, BlockFormat
 
-Q4_0, Q8_0 = (next(block for block in FORMATS if block.name == name) for name in ("Q4_0", "Q8_0"))
-NUMBERS = {
-    torch.bfloat16: BlockFormat("BF16", GROUPED["BFLOAT16"] + KINDS * INPUTS, -1, INPUTS, 2 * INPUTS),
-    torch.float16: BlockFormat("F16", GROUPED["FLOAT16"] + KINDS * INPUTS, -1, INPUTS, 2 * INPUTS),
-    torch.float32: BlockFormat("F32", GROUPED["FLOAT32"] + KINDS * INPUTS, -1, INPUTS, 4 * INPUTS),
-}
+Q4_0, Q8_0 = BY_NAME["Q4_0"], BY_NAME["Q8_0"]
+NUMBERS = {torch.bfloat16: BY_NAME["BF16"], torch.float16: BY_NAME["F16"], torch.float32: BY_NAME["F32"]}
 CENTRE = {2: 2, 4: 8, 8: 128}  # by bits: the zero point of symmetric codes
 SPARE_BITS = 0xF  # the lowest bits of a float32 scale: if they are 0, its product with a 4-bit number is exact
 
 
 class NotInBlocksError(Exception):
     """A file's weights must be unpacked instead of multiplied as they are; the message is the reason."""
+
+    def __init__(self, reason: str, rounds: bool = True) -> None:
+        """rounds: False if the weights are bfloat16 numbers, as they will be when unpacked."""
+        super().__init__(reason)
+        self.rounds = rounds
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,8 @@ class GroupedMatrix:
 
 def grouped_format(kind: str, group: int) -> BlockFormat:
     """The block format of 4-bit codes in groups of this size. kind: "INT4" or "INT4_MINIMA"."""
-    code, head = GROUPED[kind] + KINDS * group, 4 if kind == "INT4" else 8
-    return BlockFormat(f"int4 group {group}", code, -1, group, head + group)
+    of_group = BY_NAME[kind]
+    return BlockFormat(f"int4 group {group}", of_group.code + KINDS * group, -1, group, of_group.bytes + group)
 
 
 def number_format(dtype: torch.dtype, inputs: int) -> BlockFormat:

@@ -15,8 +15,7 @@ TWELVE_BITS = -1  # `format` of a matrix in 12 bits, which is in no block format
 MAX_HEAD_SIZE, MAX_SHARED_HEADS = 256, 64  # of attention: numbers in a head, query heads of a key head
 MAX_STATE, MAX_TAPS = 65536, 8  # of recurrences: numbers in a head's state, tokens that a channel sees
 INPUTS = 32  # of a token, which share the scale of its activations; rows of blocks have a multiple of this
-GROUPED = {"INT4": 16, "INT4_MINIMA": 17, "BFLOAT16": 18, "FLOAT16": 19, "FLOAT32": 20}  # enum grouped
-KINDS = 64
+KINDS = 64  # `format` of a group of inputs with one scale is its type plus this times their number
 
 
 class LinearStruct(ctypes.Structure):
@@ -86,7 +85,7 @@ class SegmentStruct(ctypes.Structure):
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A block format. code: its number in the kernels; number: its type in GGUF files, -1 if they have none like it;
+    """A type of weights. code: its number in the kernels; number: its type in GGUF files, -1 if they have none like it;
     size, bytes: values and bytes of a block."""
 
     name: str
@@ -96,16 +95,39 @@ class BlockFormat:
     bytes: int
 
 
-FORMATS = (
-    BlockFormat("Q4_0", 0, 2, 32, 18),
-    BlockFormat("Q4_1", 1, 3, 32, 20),
-    BlockFormat("Q5_0", 2, 6, 32, 22),
-    BlockFormat("Q5_1", 3, 7, 32, 24),
-    BlockFormat("Q8_0", 4, 8, 32, 34),
-    BlockFormat("Q4_K", 5, 12, 256, 144),
-    BlockFormat("Q5_K", 6, 13, 256, 176),
-    BlockFormat("Q6_K", 7, 14, 256, 210),
+# TYPES of structs.h. A block of the last five is a single number, or a group's head of so many bytes
+TYPES = tuple(
+    BlockFormat(name, code, *numbers)
+    for code, (name, *numbers) in enumerate(
+        (
+            ("Q4_0", 2, 32, 18),
+            ("Q4_1", 3, 32, 20),
+            ("Q5_0", 6, 32, 22),
+            ("Q5_1", 7, 32, 24),
+            ("Q8_0", 8, 32, 34),
+            ("Q2_K", 10, 256, 84),
+            ("Q3_K", 11, 256, 110),
+            ("Q4_K", 12, 256, 144),
+            ("Q5_K", 13, 256, 176),
+            ("Q6_K", 14, 256, 210),
+            ("IQ3_XXS", 18, 256, 98),
+            ("IQ4_NL", 20, 32, 18),
+            ("IQ3_S", 21, 256, 110),
+            ("IQ4_XS", 23, 256, 136),
+            ("TQ1_0", 34, 256, 54),
+            ("TQ2_0", 35, 256, 66),
+            ("MXFP4", 39, 32, 17),
+            ("NVFP4", 40, 64, 36),
+            ("INT4", -1, 0, 4),
+            ("INT4_MINIMA", -1, 0, 8),
+            ("F32", 0, 1, 4),
+            ("F16", 1, 1, 2),
+            ("BF16", 30, 1, 2),
+        )
+    )
 )
+BY_NAME = {block.name: block for block in TYPES}
+FORMATS = tuple(block for block in TYPES if block.size > 1)  # the quantised types of GGUF files
 
 
 class PartStruct(ctypes.Structure):
@@ -174,9 +196,9 @@ CONSTANTS: Mapping[str, int] = {
     "MAX_SHARED_HEADS": MAX_SHARED_HEADS,
     "MAX_STATE": MAX_STATE,
     "MAX_TAPS": MAX_TAPS,
-    **{block.name: block.code for block in FORMATS},
-    "FORMATS": len(FORMATS),
-    **GROUPED,
+    **{block.name: block.code for block in TYPES},
+    **{f"{block.name}.{field}": getattr(block, field) for block in TYPES for field in ("number", "size", "bytes")},
+    "FORMATS": len(TYPES),
     "KINDS": KINDS,
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -83,7 +84,7 @@ def fill(model: Any, tensors: TensorSource, activations: str) -> Any:
     """
     builder = _Builder(tensors, model, activations, block_kernels())
     builder.fill_others()
-    builder.replace_embedding()
+    builder.replace_embeddings()
     builder.replace_linears()
     if unfilled := [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]:
         raise NotInBlocksError(f"{unfilled[0]} belongs to no layer that is computed with blocks")
@@ -107,17 +108,18 @@ class _Builder:
                 values = self._tensors.values(f"{name}.{key}", tuple(parameter.shape))
                 setattr(module, key, nn.Parameter(values, requires_grad=False))
 
-    def replace_embedding(self) -> None:
-        """Replace the embedding of tokens; a model with another embedding must be unpacked."""
+    def replace_embeddings(self) -> None:
+        """Replace all embeddings by tables whose rows are unpacked when they are looked up."""
         tokens = self._model.get_input_embeddings()
-        if others := [m for m in self._model.modules() if isinstance(m, nn.Embedding) and m is not tokens]:
-            raise NotInBlocksError(f"{self._names[others[0]]} is a second embedding")
-        name, shape = self._names[tokens], tuple(tokens.weight.shape)
-        if self._model.config.tie_word_embeddings:
-            table: Table = self._part(name, tokens)
-        else:
-            table = self._tensors.table(f"{name}.weight", shape, self._library)
-        self._model.set_input_embeddings(BlockEmbedding(table, tokens))
+        for module in [module for module in self._names if isinstance(module, nn.Embedding)]:
+            name, (rows, columns) = self._names[module], module.weight.shape
+            if len(signature(module.forward).parameters) != 1:
+                raise NotInBlocksError(f"{name} is an embedding that is looked up by more than the numbers of its rows")
+            if module is tokens and self._model.config.tie_word_embeddings:
+                table: Table = self._part(name, tokens)
+            else:
+                table = self._tensors.table(f"{name}.weight", (rows, columns), self._library)
+            self._model.set_submodule(name, BlockEmbedding(table, module))
 
     def replace_linears(self) -> None:
         """Replace all linear layers; those that share an input become one."""

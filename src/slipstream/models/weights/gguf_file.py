@@ -21,13 +21,12 @@ from typing import Any, BinaryIO
 
 from slipstream.errors import SlipstreamError, UsageError, one_line, os_reason
 from slipstream.models.cache_folder import cache_folder, writable
-from slipstream.models.cpu.structs import FORMATS, BlockFormat
+from slipstream.models.cpu.structs import TYPES, BlockFormat
 from slipstream.models.weights.model_files import MAGIC
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}  # number: name, bytes
-BLOCKS = {block.number: block for block in FORMATS}
+BLOCKS = {block.number: block for block in TYPES if block.number >= 0}
 VERSIONS = (2, 3)
 MAX_DIMENSIONS, MAX_STRING, MAX_NAME, MAX_PARTS = 4, 1 << 26, 1 << 10, 1 << 16
 INSTALL = "pip install gguf"
@@ -68,16 +67,12 @@ class TensorEntry:
 
     @property
     def kind_name(self) -> str:
-        if self.block is not None:
-            return self.block.name
-        return FLOATS[self.kind][0] if self.kind in FLOATS else type_name(self.kind)
+        return type_name(self.kind) if self.block is None else self.block.name
 
     @property
     def row_bytes(self) -> int | None:
         """Bytes of a row; None where the type is not known here."""
-        if self.block is not None:
-            return self.shape[-1] // self.block.size * self.block.bytes
-        return self.shape[-1] * FLOATS[self.kind][1] if self.kind in FLOATS else None
+        return None if self.block is None else self.shape[-1] // self.block.size * self.block.bytes
 
     @property
     def num_bytes(self) -> int:
@@ -188,7 +183,7 @@ def _check_layout(file: Path, tensors: dict[str, TensorEntry]) -> None:
 
 def _check_type(entry: TensorEntry) -> None:
     if entry.row_bytes is None and entry.kind not in (others := _other_types()):
-        names = ", ".join([*(name for name, _ in FLOATS.values()), *(block.name for block in FORMATS)])
+        names = ", ".join(block.name for block in BLOCKS.values())
         other = "others that the gguf package names" if others else f"others after {INSTALL}"
         raise _wrong(entry, f"is of the unknown {entry.kind_name}; allowed: {names}, and {other}")
     if entry.block is not None and entry.shape[-1] % entry.block.size:

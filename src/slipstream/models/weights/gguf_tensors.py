@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 from threading import Lock
 from types import TracebackType
 from typing import Any, cast
@@ -23,15 +25,16 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart, Table, fits_blocks
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
-from slipstream.models.cpu.structs import FORMATS, BlockFormat, FilePieceStruct
+from slipstream.models.cpu.kernel_libraries import block_kernels
+from slipstream.models.cpu.structs import TYPES, BlockFormat, FilePieceStruct
 from slipstream.models.weights.gguf_configuration import FACTORS
-from slipstream.models.weights.gguf_file import FLOATS, GGUFHeader, TensorEntry, ends_within
+from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, ends_within
 from slipstream.models.weights.unused_tensors import refuse_unused
 
-TABLE, OUTPUT = "token_embd.weight", "output.weight"
+TABLE, LAYER_TABLE, OUTPUT = "token_embd.weight", "per_layer_token_embd.weight", "output.weight"
 REORDERED = ("attn_q.weight", "attn_k.weight")  # whose rows are in another order in some models
 PIECE = 1 << 22  # bytes of the file that a thread takes at a time
-SUPPORTED = ", ".join(block.name for block in FORMATS)
+SUPPORTED = ", ".join(block.name for block in TYPES if block.number >= 0)
 
 
 class PackedAhead:
@@ -107,12 +110,14 @@ def _piece(entry: TensorEntry, part: BlockPart, first: int, last: int) -> FilePi
 
 def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
     is_matrix = len(entry.shape) == 2 and 0 not in entry.shape
-    return is_matrix and not entry.name.endswith(REORDERED) and not stays_in_file(header, entry.name)
+    if not is_matrix or entry.block is None or not fits_blocks(entry.shape[1], entry.block):
+        return False
+    return not entry.name.endswith(REORDERED) and not stays_in_file(header, entry.name)
 
 
 def stays_in_file(header: GGUFHeader, name: str) -> bool:
     """True if a tensor is an embedding that is not the output layer too, of which rows are read when needed."""
-    return name == TABLE and OUTPUT in header.tensors
+    return name == LAYER_TABLE or (name == TABLE and OUTPUT in header.tensors)
 
 
 class RowReader:
@@ -187,7 +192,7 @@ class NamedTensor:
 
 def check_kind(entry: TensorEntry) -> BlockFormat:
     """The block type of a matrix. Raises `NotInBlocksError` for types that the kernels do not compute with."""
-    if entry.block is None or not fits_blocks(entry.shape[-1], entry.block):
+    if entry.block is None:
         raise NotInBlocksError(f"tensor {entry.name!r} is of type {entry.kind_name}; computed with: {SUPPORTED}")
     return entry.block
 
@@ -243,22 +248,16 @@ class GGUFTensors:
         return result.weights
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        """A parameter [shape] in float32, from a tensor of floating point numbers."""
+        """A parameter [shape] in float32, unpacked where its tensor is quantised."""
         named = self.of(parameter)
         if named is None:
             raise self._missing(parameter)
         entry = named.entry
         self.check_shape(entry, shape)
-        if entry.kind not in FLOATS:
-            raise NotInBlocksError(
-                f"tensor {entry.name!r} of type {entry.kind_name} is not for a product; computed with: F32, F16, BF16"
-            )
-        count = int(numpy.prod(entry.shape))
-        with entry.file.open("rb") as stream:
-            stream.seek(entry.start)
-            raw = bytearray(stream.read(count * FLOATS[entry.kind][1]))
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[entry.kind_name]
-        numbers = torch.frombuffer(raw, dtype=dtype).float().view(entry.shape).numpy()
+        matrix = prod(entry.shape[:-1]), entry.shape[-1]
+        read = partial(self._reader.rows, replace(entry, shape=matrix))
+        packed = BlockPart(check_kind(entry), matrix, read, block_kernels(), SmallPages())
+        numbers = packed.rows(torch.arange(packed.outputs)).view(entry.shape).numpy()
         if not numpy.isfinite(numbers).all():
             raise SlipstreamError(
                 f"model {str(self.header.file)!r}: tensor {entry.name!r} holds numbers that are not finite; allowed: "
@@ -301,7 +300,10 @@ class GGUFTensors:
         if named is None:
             raise self._missing(parameter)
         self.check_shape(named.entry, shape)
-        check_kind(named.entry)
+        if not fits_blocks(shape[1], check_kind(named.entry)):
+            raise NotInBlocksError(
+                f"tensor {named.entry.name!r} has rows of {shape[1]} numbers; computed with: multiples of 32"
+            )
         return named
 
 

@@ -39,22 +39,24 @@ static struct block_part part_of(int64_t format, int64_t outputs, int64_t inputs
     int64_t size = outputs * inputs / of->size * of->bytes, blocks = size / of->bytes;
     uint8_t *rows = malloc(size);
     for (int64_t i = 0; i < size; i++) rows[i] = next_byte();
+    int place = format == Q6_K ? 208 : format == Q3_K ? 108 : format == Q2_K ? 80 : format == TQ2_0 ? 64 : format == TQ1_0 ? 52 : 0;
+    int has_minimum = format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K || format == Q2_K;
     for (int64_t b = 0; b < blocks; b++) {
         uint8_t *block = rows + b * of->bytes;
-        block[format == Q6_K ? 209 : 1] = 0x24;
-        if (of->scales != 32 && format != Q6_K) block[3] = 0x20;
+        if (format == MXFP4) block[0] = 120 + block[0] % 8;
+        else if (format != NVFP4) block[place + 1] = 0x24;
+        if (has_minimum) block[place + 3] = 0x20;
     }
     return packed(format, rows, outputs, inputs);
 }
 
-/* A random part of a kind of grouped.c: codes of 4 bits, and numbers with small exponents. */
+/* A random part of groups, or of numbers: codes of 4 bits, and numbers with small exponents. */
 static struct block_part grouped_part(int64_t kind, int64_t group, int64_t outputs, int64_t inputs) {
-    int64_t head = kind == INT4 ? 4 : 8, format = kind + KINDS * group;
-    int64_t size = kind == INT4 || kind == INT4_MINIMA ? outputs * (inputs / group) * (head + group)
-                                                        : outputs * inputs * (kind == FLOAT32 ? 4 : 2);
+    int64_t head = SHAPES[kind].bytes, format = has_numbers(kind) ? kind : kind + KINDS * group;
+    int64_t size = outputs * row_bytes(format, inputs);
     uint8_t *rows = malloc(size);
     for (int64_t i = 0; i < size; i++) rows[i] = i % 2 ? 0x24 : 0;
-    if (kind == INT4 || kind == INT4_MINIMA)
+    if (!has_numbers(kind))
         for (int64_t b = 0; b < size; b += head + group)
             for (int64_t j = 0; j < group; j++) rows[b + head + j] = next_byte() & 15;
     return packed(format, rows, outputs, inputs);
@@ -147,9 +149,9 @@ static void exercise_layer(int64_t size, int64_t window, int64_t planes, int64_t
 int main(void) {
     ask_for_tiles();
     float *bias = numbers(64, 1);
-    for (int64_t format = 0; format < FORMATS; format++)
+    for (int64_t format = 0; format < INT4; format++)
         for (int64_t planes = 1; planes <= 2; planes++) {
-            struct block_part parts[2] = {part_of(format, 37, 512), part_of((format + 3) % FORMATS, 16, 512)};
+            struct block_part parts[2] = {part_of(format, 37, 512), part_of((format + 3) % INT4, 16, 512)};
             struct block_linear w = {512, 53, 2, parts, planes == 1 ? bias : NULL};
             exercise_linear(&w, planes);
             exercise_rows(parts, 512);
@@ -161,8 +163,9 @@ int main(void) {
             }
             free((void *)parts[0].data), free((void *)parts[1].data);
         }
-    for (int64_t format = 0; format < FORMATS; format++) exercise_file(format, 45, 512);
-    for (int64_t kind = INT4; kind <= FLOAT32; kind++)
+    for (int64_t format = 0; format < FORMATS; format++)
+        if (SHAPES[format].size) exercise_file(format, 45, 512);
+    for (int64_t kind = INT4; kind < FORMATS; kind++)
         for (int64_t group = 32; group <= 160; group += 128) {
             struct block_part parts[2] = {grouped_part(kind, group, 37, 160), part_of(Q4_0, 16, 160)};
             struct block_linear w = {160, 53, 2, parts, bias};

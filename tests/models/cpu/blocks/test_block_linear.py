@@ -15,14 +15,17 @@ from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import BlockLinear
 from slipstream.models.cpu.kernel_libraries import block_recipe, library_of
 from slipstream.models.cpu.processor import FORCED_ONLY, NEEDED, NoKernelsError, Processor, isas_of, processor
-from slipstream.models.cpu.structs import FORMATS, BlockFormat, check_layout
-from tests.support.gguf_files import BY_NAME, HALVES, dequantised, part_of, random_blocks
+from slipstream.models.cpu.structs import BY_NAME, FORMATS, BlockFormat, check_layout
+from tests.support.gguf_files import HALVES, SCALE_BYTES, dequantised, part_of, random_blocks
 
 pytest.importorskip("gguf")
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None or HERE == ["plain"], reason="needs a C compiler and AVX2")
 LIBRARY = library_of(block_recipe(HERE[0])) if shutil.which("cc") and HERE != ["plain"] else None
 over_formats = pytest.mark.parametrize("block", FORMATS, ids=lambda block: block.name)
+
+
+TOKENS = torch.randn(64, 512, generator=torch.Generator().manual_seed(3)) * 5
 
 
 def inputs_of(block: BlockFormat) -> int:
@@ -38,14 +41,45 @@ def test_weights_equal_those_of_the_file_to_the_bit(block: BlockFormat, seed: in
     assert torch.equal(weights, dequantised(block, raw))
 
 
+def equal(one: Tensor, other: Tensor) -> bool:
+    """True if all numbers are the same, NaN included."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@over_formats
+@settings(max_examples=4)
+@given(seed=st.integers(0, 1 << 30))
+def test_blocks_of_any_bytes_are_unpacked_as_by_the_gguf_package(block: BlockFormat, seed: int) -> None:
+    """Scales that are infinite or NaN, denormal ones and unused codes included."""
+    raw = numpy.random.default_rng(seed).integers(0, 256, (300, 2 * block.bytes), dtype=numpy.uint8)
+    part = part_of(block, raw, 2 * block.size, LIBRARY)
+    weights = part.rows(torch.arange(300))
+    assert equal(weights, dequantised(block, raw))
+    linear, x = BlockLinear([part], None, "int8"), TOKENS[:9, : 2 * block.size]
+    whole = linear(x)
+    assert equal(whole, torch.cat([linear(token) for token in x.split(1)]))
+    if block.name != "MXFP4":  # its largest weights exceed float32, while their products may not
+        assert not (whole.isfinite() & ~weights.isfinite().all(1)).any()
+
+
+@pytest.mark.parametrize("name", SCALE_BYTES)
+def test_every_byte_of_scale_is_that_of_the_gguf_package(name: str) -> None:
+    block = BY_NAME[name]
+    raw = random_blocks(block, 256, block.size, seed=6)
+    raw[:, : SCALE_BYTES[name][0]] = numpy.arange(256)[:, None]
+    weights = part_of(block, raw, block.size, LIBRARY).rows(torch.arange(256))
+    assert equal(weights, dequantised(block, raw)) and len(weights.abs().amax(1).unique()) > 120
+
+
 @pytest.mark.pairwise
 @over_formats
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x80, 0x7F])
 @pytest.mark.parametrize("half", [0.0, -0.0, 65504.0, -65504.0, 6e-8])
 def test_weights_of_extreme_blocks_equal_those_of_the_file(block: BlockFormat, byte: int, half: float) -> None:
     raw = numpy.full((17, 2, block.bytes), byte, numpy.uint8)
-    offset, count = HALVES[block.name]
-    raw[..., offset : offset + 2 * count] = numpy.full((17, 2, count), half, numpy.float16).view(numpy.uint8)
+    if block.name not in SCALE_BYTES:
+        offset, count = HALVES.get(block.name, (0, 1))
+        raw[..., offset : offset + 2 * count] = numpy.full((17, 2, count), half, numpy.float16).view(numpy.uint8)
     flat = raw.reshape(17, -1)
     weights = part_of(block, flat, 2 * block.size, LIBRARY).rows(torch.arange(17))
     assert torch.equal(weights, dequantised(block, flat))
@@ -55,8 +89,9 @@ def test_weights_of_extreme_blocks_equal_those_of_the_file(block: BlockFormat, b
 def test_a_scale_of_the_neighbouring_block_is_noticed(block: BlockFormat) -> None:
     raw = random_blocks(block, 16, inputs_of(block), seed=1)
     wrong = raw.reshape(16, -1, block.bytes).copy()
-    offset, count = HALVES[block.name]
-    wrong[:, :-1, offset : offset + 2 * count] = wrong[:, 1:, offset : offset + 2 * count]
+    offset, count = HALVES.get(block.name, (0, 1))
+    end = SCALE_BYTES[block.name][0] if block.name in SCALE_BYTES else offset + 2 * count
+    wrong[:, :-1, offset:end] = wrong[:, 1:, offset:end]
     weights = part_of(block, wrong.reshape(16, -1), inputs_of(block), LIBRARY).rows(torch.arange(16))
     assert not torch.allclose(weights, dequantised(block, raw), rtol=0.05)
 
@@ -106,14 +141,11 @@ def mixed(isa: str, activations: str) -> BlockLinear:
     return BlockLinear(parts, None, activations)
 
 
-TOKENS = torch.randn(32, 512, generator=torch.Generator().manual_seed(3)) * 5
-
-
 @pytest.mark.parametrize("activations", ["int8", "int15"])
 def test_a_token_gets_the_same_bits_at_every_width(activations: str) -> None:
     linear = mixed(HERE[0], activations)
     whole = linear(TOKENS)
-    for width in range(1, 33):
+    for width in (*range(1, 33), 47, 64):
         assert torch.equal(linear(TOKENS[:width]), whole[:width]), width
         assert torch.equal(linear(TOKENS[-width:].view(1, width, -1))[0], whole[-width:]), width
     assert not torch.equal(whole[0], whole[1])

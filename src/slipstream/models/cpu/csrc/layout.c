@@ -12,6 +12,8 @@ struct entry {
 #define SIZE_OF(type) {"sizeof " #type, sizeof(struct type)}
 #define OFFSET(type, field) {#type "." #field, offsetof(struct type, field)}
 #define CONSTANT(name) {#name, name}
+#define TYPE(name, number, size, bytes, panel) \
+    CONSTANT(name), {#name ".number", number}, {#name ".size", size}, {#name ".bytes", bytes},
 
 /* Ends with an entry without a name. */
 const struct entry layout[] = {
@@ -67,8 +69,6 @@ const struct entry layout[] = {
 
     CONSTANT(LANES), CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(QUAD), CONSTANT(GROUP), CONSTANT(TWELVE_BITS), CONSTANT(SPACE),
     CONSTANT(MAX_HEAD_SIZE), CONSTANT(MAX_SHARED_HEADS), CONSTANT(MAX_STATE), CONSTANT(MAX_TAPS),
-    CONSTANT(Q4_0), CONSTANT(Q4_1), CONSTANT(Q5_0), CONSTANT(Q5_1), CONSTANT(Q8_0), CONSTANT(Q4_K), CONSTANT(Q5_K),
-    CONSTANT(Q6_K), CONSTANT(FORMATS), CONSTANT(INT4), CONSTANT(INT4_MINIMA), CONSTANT(BFLOAT16), CONSTANT(FLOAT16),
-    CONSTANT(FLOAT32), CONSTANT(KINDS),
+    TYPES(TYPE) CONSTANT(FORMATS), CONSTANT(KINDS),
     {NULL, 0},
 };

@@ -86,31 +86,45 @@ struct segment {
 /* Of the kernels for quantised files, blocks/.
  *
  * A panel is 16 outputs of a part of a linear layer, block by block: a block's scales, then the codes of its inputs, 32
- * inputs at a time. A panel is read from beginning to end, since that is what processors prefetch best.
- *
- * Codes stand in vectors of 64 bytes: byte 4 * o + i of vector v belongs to output o and input 4 * v + i. Codes of 8
- * bits fill 8 vectors, shifted by 128. Of shorter codes, 4 vectors hold the low four bits: vector v has those of v in
- * its low half-bytes and those of v + 4 in its high ones. Further bits follow: the fifth bits of vector v are bit v of
- * one more vector; the fifth and sixth bits of vectors 0 to 3 are bits 2 * v and 2 * v + 1 of one more vector, and
- * those of 4 to 7 of another.
- *
- * Scales of blocks of 32 inputs: 16 float16 scales and, where the format has them, 16 minima. Of blocks of 256: 16
- * float16 scales (and 16 of minima), then per 32 inputs 16 bytes of scales and at the end the same of minima (Q4_K,
- * Q5_K), or 16 signed bytes of scales per 16 inputs (Q6_K).
+ * inputs at a time. A panel is read from beginning to end, since that is what processors prefetch best. blocks.h lists
+ * how codes and scales are arranged. Of weights in floating point, the 16 of an input stand together.
  */
 enum {
-    SUPER = 256,            /* inputs of a block that consists of smaller ones (Q4_K, Q5_K, Q6_K) */
+    SUPER = 256,            /* most inputs of a block in a GGUF file */
     TILE = 8,               /* tokens multiplied at a time */
-    SMALLEST_CODE = 32,     /* what is subtracted from the codes of Q6_K */
     LARGEST_INT8 = 127, LARGEST_INT15 = 16319 /* of an activation: 127 * 128 + 63, in two planes of a signed byte */
 };
 
-enum format { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
+/* The types of weights: name, number in GGUF files (-1: in checkpoints only), numbers and bytes of a block in the file,
+ * and the type in whose panels it is packed. A block of INT4 and INT4_MINIMA is a group of inputs that share a scale: the
+ * bytes of its head, then one byte a code; a part's format is then the type plus KINDS times the inputs of a group. */
+#define TYPES(X)                                                                                                  \
+    X(Q4_0, 2, 32, 18, Q4_0)                                                                                      \
+    X(Q4_1, 3, 32, 20, Q4_1)                                                                                      \
+    X(Q5_0, 6, 32, 22, Q5_0)                                                                                      \
+    X(Q5_1, 7, 32, 24, Q5_1)                                                                                      \
+    X(Q8_0, 8, 32, 34, Q8_0)                                                                                      \
+    X(Q2_K, 10, 256, 84, Q2_K)                                                                                    \
+    X(Q3_K, 11, 256, 110, Q3_K)                                                                                   \
+    X(Q4_K, 12, 256, 144, Q4_K)                                                                                   \
+    X(Q5_K, 13, 256, 176, Q5_K)                                                                                   \
+    X(Q6_K, 14, 256, 210, Q6_K)                                                                                   \
+    X(IQ3_XXS, 18, 256, 98, IQ4_XS)                                                                               \
+    X(IQ4_NL, 20, 32, 18, IQ4_NL)                                                                                 \
+    X(IQ3_S, 21, 256, 110, IQ4_XS)                                                                                \
+    X(IQ4_XS, 23, 256, 136, IQ4_XS)                                                                               \
+    X(TQ1_0, 34, 256, 54, Q2_K)                                                                                   \
+    X(TQ2_0, 35, 256, 66, Q2_K)                                                                                   \
+    X(MXFP4, 39, 32, 17, MXFP4)                                                                                   \
+    X(NVFP4, 40, 64, 36, NVFP4)                                                                                   \
+    X(INT4, -1, 0, 4, INT4)                                                                                       \
+    X(INT4_MINIMA, -1, 0, 8, INT4_MINIMA)                                                                         \
+    X(F32, 0, 1, 4, F32)                                                                                          \
+    X(F16, 1, 1, 2, F16)                                                                                          \
+    X(BF16, 30, 1, 2, BF16)
 
-/* Kinds of grouped.c; a part's format is its kind plus KINDS times the number of inputs that share a scale. A block is
- * such a group: 16 scales and 16 offsets or minima, then codes as in Q4_0. Of weights in floating point, the 16 of an
- * input stand together. */
-enum grouped { INT4 = 16, INT4_MINIMA, BFLOAT16, FLOAT16, FLOAT32, KINDS = 64 };
+#define NAME_OF_TYPE(name, number, size, bytes, panel) name,
+enum format { TYPES(NAME_OF_TYPE) FORMATS, KINDS = 64 };
 
 /* Outputs of one format. data: panels, see above. */
 struct block_part {

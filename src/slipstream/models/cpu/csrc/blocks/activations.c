@@ -2,8 +2,8 @@
  *
  * An integer of two planes is 128 times the first plus the second, which lies in -64 to 63. A tile begins behind the
  * bytes of all tokens before it, see `bytes_before`. Within it the groups of 32 inputs follow each other, see
- * `group_bytes` and, for a tile in rows, `tile_group_bytes`. The sums that products begin with are minus the sum of the
- * integers times 8, 16 and 128, and minus the sum of each half times 32: codes are shifted by as much.
+ * `group_bytes` and, for a tile in rows, `tile_group_bytes`. The sums that products begin with are minus the sum of each
+ * half times 32, and minus the sum of the integers times 8, 16 and 128: codes are shifted by as much.
  */
 #include "../bfloat16.h"
 #include "blocks.h"
@@ -63,10 +63,12 @@ static void quantise_group(struct numbers x, int64_t first, const struct tiling 
     uint8_t *marks = to + 32 * planes * count + place * 4;
     int32_t all = sums[0] + sums[1];
     float scale = most / top, total = scale * (float)all;
-    int32_t begins[5] = {-8 * all, -16 * all, -128 * all, -SMALLEST_CODE * sums[0], -SMALLEST_CODE * sums[1]};
-    memcpy(marks, &scale, 4);
-    memcpy(marks + count * 4, &total, 4);
-    for (int i = 0; i < 5 && !of->in_rows; i++) memcpy(marks + (2 + i) * count * 4, &begins[i], 4);
+    int32_t begins[MARKS] = {
+        [BEGIN_LOW] = -32 * sums[0], [BEGIN_HIGH] = -32 * sums[1],
+        [BEGIN_8] = -8 * all, [BEGIN_16] = -16 * all, [BEGIN_128] = -128 * all,
+    };
+    memcpy(begins + SCALE, &scale, 4), memcpy(begins + TOTAL, &total, 4);
+    for (int i = 0; i < (of->in_rows ? BEGIN_8 : MARKS); i++) memcpy(marks + i * count * 4, &begins[i], 4);
 }
 
 void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,

@@ -8,19 +8,65 @@
 #include "../team.h"
 #include "simd.h"
 
-/* A format. size, bytes: values and bytes of a block in the file; codes: bytes of 32 inputs' codes in a panel; scales:
- * bytes of a block's scales there. */
-struct shape {
-    int64_t size, bytes, codes, scales;
+/* How the scales of a block stand in a panel, each for 16 outputs: float16 numbers first, then bytes. */
+enum scaling {
+    ONE_SCALE,
+    WITH_MINIMUM,       /* a scale and a minimum */
+    BYTES_WITH_MINIMA,  /* these, and a byte to multiply the scale by for each 32 inputs, then one for the minimum */
+    NIBBLES_WITH_MINIMA, /* these, and a byte for each 16 inputs: low bits for the scale, high ones for the minimum */
+    BYTES_OF_16,        /* a scale, and a signed byte to multiply it by for each 16 inputs */
+    BYTES_OF_32,        /* likewise for each 32 inputs */
+    POWERS_OF_2,        /* a byte: an exponent (E8M0) */
+    SMALL_FLOATS,       /* a byte for each 16 inputs: 4 bits of exponent and 3 of fraction (E4M3), not negative */
+    WITH_OFFSET,        /* a scale, and a signed byte: its product with the scale is the minimum */
+    FLOATS_WITH_MINIMA  /* a scale and a minimum in float32 */
 };
-static const struct shape SHAPES[FORMATS] = {
-    [Q4_0] = {32, 18, 256, 32},    [Q4_1] = {32, 20, 256, 64},    [Q5_0] = {32, 22, 320, 32},
-    [Q5_1] = {32, 24, 320, 64},    [Q8_0] = {32, 34, 512, 32},    [Q4_K] = {256, 144, 256, 320},
-    [Q5_K] = {256, 176, 320, 320}, [Q6_K] = {256, 210, 384, 288},
-};
+static const int64_t SCALE_BYTES[] = {32, 64, 320, 320, 288, 160, 16, 64, 48, 128};
 
-/* Bytes of a panel's block. */
-static inline int64_t block_bytes(const struct shape *of) { return of->scales + of->size / GROUP * of->codes; }
+/* How a type's panels hold codes. bits: of a code; wide: of what the kernels multiply, which is the code or, where that
+ * is wider, what LEVELS holds for it. 2^(wide - 1) of this stands for 0, except where minima make up for that.
+ *
+ * Codes stand in vectors of 64 bytes, whose byte 4 * o + i belongs to output o. Planes of 8, 4, 2 or 1 bits follow each
+ * other, as many as make up the code, the lowest bits first; a plane has a vector for each of its bits. Inputs 4 * v to
+ * 4 * v + 3 stand in vector v % bits of a plane of so many bits, from bit v / bits * bits on. */
+#define CODINGS_OF(X)                                                                                             \
+    X(Q4_0, 4, 4, ONE_SCALE)                                                                                      \
+    X(Q4_1, 4, 4, WITH_MINIMUM)                                                                                   \
+    X(Q5_0, 5, 5, ONE_SCALE)                                                                                      \
+    X(Q5_1, 5, 5, WITH_MINIMUM)                                                                                   \
+    X(Q8_0, 8, 8, ONE_SCALE)                                                                                      \
+    X(Q2_K, 2, 2, NIBBLES_WITH_MINIMA)                                                                            \
+    X(Q3_K, 3, 6, BYTES_OF_16)                                                                                    \
+    X(Q4_K, 4, 4, BYTES_WITH_MINIMA)                                                                              \
+    X(Q5_K, 5, 5, BYTES_WITH_MINIMA)                                                                              \
+    X(Q6_K, 6, 6, BYTES_OF_16)                                                                                    \
+    X(IQ4_NL, 4, 8, ONE_SCALE)                                                                                    \
+    X(IQ4_XS, 4, 8, BYTES_OF_32)                                                                                  \
+    X(MXFP4, 4, 5, POWERS_OF_2)                                                                                   \
+    X(NVFP4, 4, 6, SMALL_FLOATS)                                                                                  \
+    X(INT4, 4, 4, WITH_OFFSET)                                                                                    \
+    X(INT4_MINIMA, 4, 4, FLOATS_WITH_MINIMA)
+
+struct coding {
+    int bits, wide;
+    enum scaling scaling;
+};
+#define CODING(name, bits, wide, scaling) [name] = {bits, wide, scaling},
+static const struct coding CODINGS[FORMATS] = {CODINGS_OF(CODING)};
+
+struct shape {
+    int64_t size, bytes, panel;
+};
+#define SHAPE(name, number, size, bytes, panel) [name] = {size, bytes, panel},
+static const struct shape SHAPES[FORMATS] = {TYPES(SHAPE)};
+
+/* Of a format, which is a type or, for groups, includes their size: numbers and bytes of a block in the file, and the
+ * type whose panels hold it. */
+static inline int64_t block_size(int64_t format) { return SHAPES[format % KINDS].size + format / KINDS; }
+static inline int64_t file_bytes(int64_t format) { return SHAPES[format % KINDS].bytes + format / KINDS; }
+static inline int64_t row_bytes(int64_t format, int64_t inputs) { return inputs / block_size(format) * file_bytes(format); }
+static inline int64_t coding_of(int64_t format) { return SHAPES[format % KINDS].panel; }
+static inline int has_numbers(int64_t format) { return format % KINDS >= F32; } /* in floating point */
 
 static inline int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
@@ -63,25 +109,23 @@ void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space);
 
-/* A panel times a tile of 1 to 8 tokens: sums [places(rows)][LANES]. */
-void block_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
-                float *sums);
-
-/* The same for a tile in rows, of 12 or 16 tokens, between `begin_tiles` and `end_tiles`, and for all formats with
- * codes. Where there is no AMX there are no such tiles. */
-void tile_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, const uint8_t *x, float *sums);
+/* A panel times a tile of tokens: sums [tiling's tokens, or places(rows)][LANES]. rows: tokens of the tile; x: their
+ * integers, see `quantise`; plain [rows][inputs]: their numbers, which multiply weights in floating point. Where a tile
+ * has rows, between `begin_tiles` and `end_tiles`. */
+void panel_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, const struct tiling *of,
+                const uint8_t *x, const float *plain, float *sums);
 void begin_tiles(int64_t tokens);
 void end_tiles(void);
 
-/* The same for the kinds of grouped.c. plain: the activations before rounding, for weights in floating point. */
-static inline int is_grouped(int64_t format) { return format >= FORMATS; }
-static inline int has_numbers(int64_t format) { return is_grouped(format) && format % KINDS >= BFLOAT16; }
-int64_t grouped_panel_bytes(int64_t format, int64_t inputs);
-static inline int64_t grouped_scale_bytes(int64_t kind) { return kind == INT4 ? 3 * LANES : 8 * LANES; }
-void pack_grouped_panel(int64_t panel, void *packing);
-void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
-void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
-                  const float *plain, float *sums);
+/* What `panel_sums` calls: for 1 to 8 tokens in words; for a tile in rows, of 12 or 16 tokens, which there are none of
+ * without AMX; and for numbers, of 1 to 8 tokens. */
+void block_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
+                float *sums);
+void tile_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, const uint8_t *x, float *sums);
+void number_sums(int64_t kind, const uint8_t *panel, int64_t inputs, int64_t rows, const float *x, float *sums);
+
+/* An output's weights of a panel of numbers. */
+void unpack_numbers(int64_t kind, const uint8_t *panel, int64_t lane, int64_t inputs, float *to);
 
 /* Prefetches the bytes of panels that are read some KB after these. */
 enum {
@@ -102,9 +146,7 @@ void attend(const struct float_layer *layer, const struct float_cache *m, const 
 static inline int places(int64_t tokens) { return tokens >= 7 ? 8 : tokens == 5 ? 6 : (int)tokens; }
 
 /* A tile's bytes of 32 inputs: codes [8 vectors][planes][places][4], then per place the scale, the scaled sum, and the
- * five sums that products begin with, in this order. */
-enum mark { SCALE, TOTAL, BEGIN_8, BEGIN_16, BEGIN_128, BEGIN_LOW, BEGIN_HIGH, MARKS };
+ * sums that products begin with, in this order. Of a tile in rows: codes [count][32], and the marks before BEGIN_8. */
+enum mark { SCALE, TOTAL, BEGIN_LOW, BEGIN_HIGH, BEGIN_8, BEGIN_16, BEGIN_128, MARKS };
 static inline int64_t group_bytes(int64_t planes, int64_t count) { return (32 * planes + 4 * MARKS) * count; }
-
-/* Of a tile in rows: codes [count][32], scales and scaled sums. */
-static inline int64_t tile_group_bytes(int64_t count) { return (32 + 4 * 2) * count; }
+static inline int64_t tile_group_bytes(int64_t count) { return (32 + 4 * BEGIN_8) * count; }

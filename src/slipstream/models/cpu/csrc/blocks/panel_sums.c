@@ -1,4 +1,4 @@
-/* A panel of GGUF's blocks times a tile of quantised activations.
+/* A panel of codes times a tile of quantised activations.
  *
  * The products of 32 inputs are summed as integers, without rounding, and scaled once; scaled sums are added in the
  * order of the inputs. A token's result therefore does not depend on the tokens beside it, nor on the instructions
@@ -9,19 +9,19 @@
 #include "integer_sums.h"
 
 /* Adds the products of 32 inputs. scales: of their block; g: which 32 inputs of the block. */
-ALWAYS void add_group(const int format, const int rows, const int planes, const uint8_t *codes, const uint8_t *scales,
-                      int64_t g, const uint8_t *x, floats whole[TILE]) {
+ALWAYS void add_group(const int coding, const struct meaning *of, const int rows, const int planes, const uint8_t *codes,
+                      const uint8_t *scales, int64_t g, const uint8_t *x, floats whole[TILE]) {
     const uint8_t *marks = marks_of(x, rows, planes);
     #pragma GCC unroll 2
-    for (int half = 0; half < halves_of(format); half++) {
+    for (int half = 0; half < halves_of(coding); half++) {
         ints sums[2 * TILE];
-        integer_sums(format, half, rows, planes, codes, x, sums);
-        floats scale = scale_of(format, scales, g, half), minimum = all_floats(0);
-        if (has_minimum(format)) minimum = minimum_of(format, scales, g);
+        integer_sums(coding, of, half, rows, planes, codes, x, sums);
+        floats scale = scale_of(coding, of, scales, g, half), minimum = all_floats(0);
+        if (has_minimum(coding)) minimum = minimum_of(coding, scales, g, half);
         #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             floats now = add_scaled(whole[i], rows, planes, sums, i, marks, scale);
-            if (has_minimum(format)) now = add_minimum(format, now, total_of(rows, i, marks), minimum);
+            if (has_minimum(coding)) now = add_minimum(coding, now, total_of(coding, half, rows, i, marks), minimum);
             SETTLED(now);
             whole[i] = now;
         }
@@ -29,19 +29,21 @@ ALWAYS void add_group(const int format, const int rows, const int planes, const 
 }
 
 /* A panel times a tile: sums [rows][LANES]. */
-ALWAYS void add_panel(const int format, const int rows, const int planes, const uint8_t *panel, int64_t inputs,
-                      const uint8_t *x, float *sums) {
-    const int64_t size = format >= Q4_K ? SUPER : GROUP, bytes_of = SHAPES[format].codes;
+ALWAYS void add_panel(const int coding, const int rows, const int planes, int64_t format, const uint8_t *panel,
+                      int64_t inputs, const uint8_t *x, float *sums) {
+    const int64_t step = SCALE_BYTES[CODINGS[coding].scaling], bytes_of = 64 * CODINGS[coding].bits;
+    const int64_t size = SHAPES[coding].size ? SHAPES[coding].size : block_size(format);
+    const struct meaning of = meaning_of(coding, format);
     floats whole[TILE];
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
     for (int64_t at = 0; at < inputs; at += size) {
         const uint8_t *scales = panel;
-        fetch(panel, SHAPES[format].scales, rows);
-        panel += SHAPES[format].scales;
+        fetch(panel, step, rows);
+        panel += step;
         for (int64_t g = 0; g < size / GROUP; g++) {
             fetch(panel, bytes_of, rows);
-            add_group(format, rows, planes, panel, scales, g, x, whole);
+            add_group(coding, &of, rows, planes, panel, scales, g, x, whole);
             panel += bytes_of, x += (32 * planes + 4 * MARKS) * rows;
         }
     }
@@ -49,28 +51,27 @@ ALWAYS void add_panel(const int format, const int rows, const int planes, const 
     for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, whole[i]);
 }
 
-typedef void panel_function(const uint8_t *panel, int64_t inputs, const uint8_t *x, float *sums);
+typedef void panel_function(int64_t format, const uint8_t *panel, int64_t inputs, const uint8_t *x, float *sums);
 
-#define ONE(format, rows, planes)                                                                                     \
-    static void format##_##rows##_##planes(const uint8_t *panel, int64_t inputs, const uint8_t *x, float *sums) {     \
-        add_panel(format, rows, planes, panel, inputs, x, sums);                                                      \
+#define ONE(coding, rows, planes)                                                                                    \
+    static void coding##_##rows##_##planes(int64_t format, const uint8_t *panel, int64_t inputs, const uint8_t *x,    \
+                                           float *sums) {                                                             \
+        add_panel(coding, rows, planes, format, panel, inputs, x, sums);                                              \
     }
-#define ALL_ROWS(format, planes) \
-    ONE(format, 1, planes) ONE(format, 2, planes) ONE(format, 3, planes) ONE(format, 4, planes) ONE(format, 6, planes) ONE(format, 8, planes)
-#define BOTH(format) ALL_ROWS(format, 1) ALL_ROWS(format, 2)
-BOTH(Q4_0) BOTH(Q4_1) BOTH(Q5_0) BOTH(Q5_1) BOTH(Q8_0) BOTH(Q4_K) BOTH(Q5_K) BOTH(Q6_K)
+#define ALL_ROWS(coding, planes) \
+    ONE(coding, 1, planes) ONE(coding, 2, planes) ONE(coding, 3, planes) ONE(coding, 4, planes) ONE(coding, 6, planes) ONE(coding, 8, planes)
+#define FUNCTIONS_OF(coding, bits, wide, scaling) ALL_ROWS(coding, 1) ALL_ROWS(coding, 2)
+CODINGS_OF(FUNCTIONS_OF)
 
-#define ROWS_OF(format, planes)                                                                          \
+#define ROWS_OF(coding, planes)                                                                          \
     {                                                                                                    \
-        [1] = format##_1_##planes, [2] = format##_2_##planes, [3] = format##_3_##planes,                 \
-        [4] = format##_4_##planes, [6] = format##_6_##planes, [8] = format##_8_##planes                  \
+        [1] = coding##_1_##planes, [2] = coding##_2_##planes, [3] = coding##_3_##planes,                 \
+        [4] = coding##_4_##planes, [6] = coding##_6_##planes, [8] = coding##_8_##planes                  \
     }
-#define TABLE(format) [format] = {ROWS_OF(format, 1), ROWS_OF(format, 2)}
-static panel_function *const FUNCTIONS[FORMATS][2][TILE + 1] = {
-    TABLE(Q4_0), TABLE(Q4_1), TABLE(Q5_0), TABLE(Q5_1), TABLE(Q8_0), TABLE(Q4_K), TABLE(Q5_K), TABLE(Q6_K),
-};
+#define TABLE(coding, bits, wide, scaling) [coding] = {ROWS_OF(coding, 1), ROWS_OF(coding, 2)},
+static panel_function *const FUNCTIONS[FORMATS][2][TILE + 1] = {CODINGS_OF(TABLE)};
 
 void block_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
                 float *sums) {
-    FUNCTIONS[format][planes - 1][places(rows)](panel, inputs, x, sums);
+    FUNCTIONS[coding_of(format)][planes - 1][places(rows)](format, panel, inputs, x, sums);
 }

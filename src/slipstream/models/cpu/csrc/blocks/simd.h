@@ -81,9 +81,9 @@ ALWAYS void add_four_vectors(const int bits, const int count, const bytes four[4
 #ifdef SUMS_IN_16_BITS
     #pragma GCC unroll 16
     for (int i = 0; i < count; i++) {
-        ints sum = bits == 4 ? four_in_16_bits(four, words, i * step) : four_dots(four, words, i * step, bits);
-        if (!first) sum = bits == 4 ? add_in_16_bits(sums[i], sum) : add_ints(sums[i], sum);
-        if (last && bits == 4) sum = in_32_bits(sum); /* room for all 32 inputs */
+        ints sum = bits <= 4 ? four_in_16_bits(four, words, i * step) : four_dots(four, words, i * step, bits);
+        if (!first) sum = bits <= 4 ? add_in_16_bits(sums[i], sum) : add_ints(sums[i], sum);
+        if (last && bits <= 4) sum = in_32_bits(sum); /* room for all 32 inputs */
         SETTLED(sum);
         sums[i] = sum;
     }

@@ -111,6 +111,18 @@ ALWAYS floats load_signed(const uint8_t *from) {
     return FLOATS(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from))),
                   _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(from + 8)))));
 }
+/* 16 powers of 2, by their exponents plus 128. */
+ALWAYS __m256 eight_exponents(const uint8_t *from) {
+    __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)from)), one = _mm256_set1_epi32(1);
+    __m256i subnormal = _mm256_slli_epi32(_mm256_add_epi32(e, one), 21);
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(_mm256_sub_epi32(e, one), 23), subnormal));
+}
+ALWAYS floats load_powers(const uint8_t *from) { return FLOATS(eight_exponents(from), eight_exponents(from + 8)); }
+/* 16 numbers of 4 bits of exponent and 3 of fraction, over 256. */
+ALWAYS floats load_small_floats(const uint8_t *from) {
+    __m256i halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)from)), 7);
+    return FLOATS(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+}
 
 ALWAYS bytes load_bytes(const uint8_t *from) {
     return BYTES(_mm256_loadu_si256((const void *)from), _mm256_loadu_si256((const void *)(from + 32)));
@@ -121,13 +133,22 @@ ALWAYS bytes low_bits(bytes x) {
 }
 ALWAYS bytes high_bits(bytes x) { return low_bits(BYTES(_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4))); }
 
-/* Adds to x, as bits 4 and up, the `count` bits of y from bit `at` on. */
-ALWAYS __m256i with_some_bits(__m256i x, __m256i y, const int at, const int count) {
-    __m256i moved = at < 4 ? _mm256_slli_epi16(y, 4 - at) : _mm256_srli_epi16(y, at - 4);
-    return _mm256_or_si256(x, _mm256_and_si256(moved, _mm256_set1_epi8((char)(((1 << count) - 1) << 4))));
+/* Adds to x, as bits `to` and up, the `count` bits of y from bit `at` on. */
+ALWAYS __m256i with_some_bits(__m256i x, __m256i y, const int at, const int count, const int to) {
+    __m256i moved = at < to ? _mm256_slli_epi16(y, to - at) : _mm256_srli_epi16(y, at - to);
+    return _mm256_or_si256(x, _mm256_and_si256(moved, _mm256_set1_epi8((char)(((1 << count) - 1) << to))));
 }
-ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count) {
-    return BYTES(with_some_bits(x.a, y.a, at, count), with_some_bits(x.b, y.b, at, count));
+ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count, const int to) {
+    return BYTES(with_some_bits(x.a, y.a, at, count, to), with_some_bits(x.b, y.b, at, count, to));
+}
+
+/* A table of 16 bytes, and what it holds for bytes below 16. */
+ALWAYS bytes load_table(const uint8_t *from) {
+    __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)from));
+    return BYTES(twice, twice);
+}
+ALWAYS bytes look_up(bytes table, bytes x) {
+    return BYTES(_mm256_shuffle_epi8(table.a, x.a), _mm256_shuffle_epi8(table.b, x.b));
 }
 
 ALWAYS __m256i four_at(const uint8_t *x) {

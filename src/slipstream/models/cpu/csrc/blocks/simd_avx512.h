@@ -64,16 +64,30 @@ ALWAYS floats load_unsigned(const uint8_t *from) {
 ALWAYS floats load_signed(const uint8_t *from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
 }
+/* 16 powers of 2, by their exponents plus 128. */
+ALWAYS floats load_powers(const uint8_t *from) {
+    __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from)), one = _mm512_set1_epi32(1);
+    __m512i subnormal = _mm512_slli_epi32(_mm512_add_epi32(e, one), 21);
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(_mm512_sub_epi32(e, one), 23), subnormal));
+}
+/* 16 numbers of 4 bits of exponent and 3 of fraction, over 256. */
+ALWAYS floats load_small_floats(const uint8_t *from) {
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)from)), 7));
+}
 
 ALWAYS bytes load_bytes(const uint8_t *from) { return _mm512_loadu_si512(from); }
 ALWAYS bytes low_bits(bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 ALWAYS bytes high_bits(bytes x) { return low_bits(_mm512_srli_epi16(x, 4)); }
 
-/* Adds to x, as bits 4 and up, the `count` bits of y from bit `at` on. */
-ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count) {
-    bytes moved = at < 4 ? _mm512_slli_epi16(y, (unsigned)(4 - at)) : _mm512_srli_epi16(y, (unsigned)(at - 4));
-    return _mm512_ternarylogic_epi32(x, moved, _mm512_set1_epi8((char)(((1 << count) - 1) << 4)), 0xF8); /* x | m & c */
+/* Adds to x, as bits `to` and up, the `count` bits of y from bit `at` on. */
+ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count, const int to) {
+    bytes moved = at < to ? _mm512_slli_epi16(y, (unsigned)(to - at)) : _mm512_srli_epi16(y, (unsigned)(at - to));
+    return _mm512_ternarylogic_epi32(x, moved, _mm512_set1_epi8((char)(((1 << count) - 1) << to)), 0xF8); /* x | m & c */
 }
+
+/* A table of 16 bytes, and what it holds for bytes below 16. */
+ALWAYS bytes load_table(const uint8_t *from) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)from)); }
+ALWAYS bytes look_up(bytes table, bytes x) { return _mm512_shuffle_epi8(table, x); }
 
 /* Adds to each integer the products of its 4 bytes of codes, of so many bits, with the 4 signed bytes at x. */
 ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {

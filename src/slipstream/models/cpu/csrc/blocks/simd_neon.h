@@ -126,15 +126,42 @@ ALWAYS floats load_signed(const uint8_t *from) {
     int8x16_t x = vreinterpretq_s8_u8(vld1q_u8(from));
     return four_vectors(vmovl_s8(vget_low_s8(x)), vmovl_s8(vget_high_s8(x)));
 }
+/* 16 powers of 2, by their exponents plus 128. */
+ALWAYS floats load_powers(const uint8_t *from) {
+    uint8x16_t bytes = vld1q_u8(from);
+    uint16x8_t two[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_u8(vget_high_u8(bytes))};
+    floats y;
+    EACH {
+        int32x4_t e = vreinterpretq_s32_u32(vmovl_u16(i % 2 ? vget_high_u16(two[i / 2]) : vget_low_u16(two[i / 2])));
+        int32x4_t subnormal = vshlq_n_s32(vaddq_s32(e, vdupq_n_s32(1)), 21);
+        y.val[i] = vreinterpretq_f32_s32(vmaxq_s32(vshlq_n_s32(vsubq_s32(e, vdupq_n_s32(1)), 23), subnormal));
+    }
+    return y;
+}
+/* 16 numbers of 4 bits of exponent and 3 of fraction, over 256. */
+ALWAYS floats load_small_floats(const uint8_t *from) {
+    uint8x16_t bytes = vld1q_u8(from);
+    uint16x8_t two[2] = {vshll_n_u8(vget_low_u8(bytes), 7), vshll_n_u8(vget_high_u8(bytes), 7)};
+    floats y;
+    EACH {
+        uint16x4_t halves = i % 2 ? vget_high_u16(two[i / 2]) : vget_low_u16(two[i / 2]);
+        y.val[i] = vcvt_f32_f16(vreinterpret_f16_u16(halves));
+    }
+    return y;
+}
+
+/* A table of 16 bytes, and what it holds for bytes below 16. */
+ALWAYS bytes load_table(const uint8_t *from) { bytes y; EACH y.val[i] = vld1q_u8(from); return y; }
+ALWAYS bytes look_up(bytes table, bytes x) { EACH x.val[i] = vqtbl1q_u8(table.val[i], x.val[i]); return x; }
 
 ALWAYS bytes load_bytes(const uint8_t *from) { bytes y; EACH y.val[i] = vld1q_u8(from + 16 * i); return y; }
 ALWAYS bytes low_bits(bytes x) { EACH x.val[i] = vandq_u8(x.val[i], vdupq_n_u8(15)); return x; }
 ALWAYS bytes high_bits(bytes x) { EACH x.val[i] = vshrq_n_u8(x.val[i], 4); return x; }
 
-/* Adds to x, as bits 4 and up, the `count` bits of y from bit `at` on. */
-ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count) {
-    uint8x16_t kept = vdupq_n_u8((uint8_t)(((1 << count) - 1) << 4));
-    int8x16_t left = vdupq_n_s8((int8_t)(4 - at)); /* to the right if negative */
+/* Adds to x, as bits `to` and up, the `count` bits of y from bit `at` on. */
+ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count, const int to) {
+    uint8x16_t kept = vdupq_n_u8((uint8_t)(((1 << count) - 1) << to));
+    int8x16_t left = vdupq_n_s8((int8_t)(to - at)); /* to the right if negative */
     EACH x.val[i] = vorrq_u8(x.val[i], vandq_u8(vshlq_u8(y.val[i], left), kept));
     return x;
 }

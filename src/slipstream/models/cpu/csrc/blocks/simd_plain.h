@@ -84,14 +84,29 @@ ALWAYS floats load_halves(const uint8_t *from) {
 }
 ALWAYS floats load_unsigned(const uint8_t *from) { floats y; EACH y.v[i] = from[i]; return y; }
 ALWAYS floats load_signed(const uint8_t *from) { floats y; EACH y.v[i] = (int8_t)from[i]; return y; }
+ALWAYS floats load_powers(const uint8_t *from) {
+    floats y;
+    EACH {
+        int32_t e = from[i], bits = e < 2 ? 0x00200000 << e : (e - 1) << 23;
+        memcpy(&y.v[i], &bits, 4);
+    }
+    return y;
+}
+ALWAYS floats load_small_floats(const uint8_t *from) {
+    floats y;
+    EACH y.v[i] = half_to_float((uint16_t)(from[i] << 7));
+    return y;
+}
 
 ALWAYS bytes load_bytes(const uint8_t *from) { bytes y; memcpy(y.v, from, sizeof y.v); return y; }
 ALWAYS bytes low_bits(bytes x) { for (int i = 0; i < 64; i++) x.v[i] &= 15; return x; }
 ALWAYS bytes high_bits(bytes x) { for (int i = 0; i < 64; i++) x.v[i] >>= 4; return x; }
-ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count) {
-    for (int i = 0; i < 64; i++) x.v[i] |= (uint8_t)((y.v[i] >> at & ((1 << count) - 1)) << 4);
+ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count, const int to) {
+    for (int i = 0; i < 64; i++) x.v[i] |= (uint8_t)((y.v[i] >> at & ((1 << count) - 1)) << to);
     return x;
 }
+ALWAYS bytes load_table(const uint8_t *from) { bytes y; for (int i = 0; i < 64; i++) y.v[i] = from[i % 16]; return y; }
+ALWAYS bytes look_up(bytes table, bytes x) { for (int i = 0; i < 64; i++) x.v[i] = table.v[x.v[i]]; return x; }
 ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
     (void)bits;
     EACH for (int j = 0; j < 4; j++) sum.v[i] += codes.v[4 * i + j] * (int8_t)x[j];
