@@ -319,7 +319,7 @@ def test_an_assistant_reads_the_keys_and_values_that_a_target_keeps_in_float16()
     decoder.target.backend.cache.store_as(torch.float16)
     params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVOURED)
     results, plain = (each.generate(PROMPTS, params) for each in (decoder, decoder.using("none")))
-    assert all(result.stats.num_accepted_tokens for result in results)
+    assert sum(result.stats.num_accepted_tokens for result in results) > 5
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
 
 
