@@ -1,6 +1,7 @@
 """Check every causal language model of transformers: tiny random models, our texts against `generate`'s.
 
-Each runs as it is and, if that works, with fast=True; texts are longer than every window and other limit of a model.
+Each runs as it is and, if that works, with fast=True and in bfloat16, wide enough for the kernels. Texts are longer
+than every window and other limit of a model.
 
 Usage, from the root: python -m tests.models.check_architectures [TYPE ...] [--json FILE] [--table]
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", OMP_NUM_THREADS="1")  # before torch is imported
 
-from tests.support.architecture_checks import Outcome, check
+from tests.support.architecture_checks import KERNELS, Outcome, check
 from tests.support.architectures import model_types
 
 SECONDS, TOGETHER = 240, 2
@@ -44,10 +45,14 @@ def main() -> int:
         outcomes[name] = outcome
         print(line(name, outcome), flush=True)
     fast = [outcome.fast for outcome in outcomes.values() if outcome.fast is not None]
-    counts = Counter(outcome.verdict for outcome in (*outcomes.values(), *fast))
+    wide = [outcome.wide for outcome in outcomes.values() if outcome.wide is not None]
+    counts = Counter(outcome.verdict for outcome in (*outcomes.values(), *fast, *wide))
     print(f"{len(outcomes)} architectures: {totals(list(outcomes.values()))}")
     fused = sum("fused layers" in outcome.how for outcome in fast)
     print(f"{len(fast)} of them with fast=True: {totals(fast)}; {fused} by fused layers")
+    reached = Counter(outcome.kernels for outcome in wide)
+    by_kernels = ", ".join(f"{reached[words]} {words}" for words in KERNELS)
+    print(f"{len(wide)} of them in bfloat16, wide enough for the kernels: {totals(wide)}; {by_kernels}")
     if options.json:
         rows = {name: asdict(outcome) for name, outcome in outcomes.items()}
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
@@ -65,7 +70,8 @@ def totals(outcomes: list[Outcome]) -> str:
 def line(name: str, outcome: Outcome) -> str:
     """One architecture in words, in two columns."""
     fast = "" if outcome.fast is None else f" | fast=True: {column(outcome.fast)}"
-    return f"{name}, {column(outcome)}{fast}"
+    wide = "" if outcome.wide is None else f" | wide: {column(outcome.wide)}"
+    return f"{name}, {column(outcome)}{fast}{wide}"
 
 
 def column(outcome: Outcome) -> str:
@@ -75,23 +81,27 @@ def column(outcome: Outcome) -> str:
         words += f" (margin {outcome.margin:.1e} of the largest logit)"
     if outcome.verdict == "works":
         ties = f", {outcome.ties} near-ties" if outcome.ties else ""
-        words = f" ({outcome.tokens_per_round:.1f} tokens a round{ties}; {outcome.how})"
+        words = f" ({outcome.tokens_per_round:.1f} tokens a round{ties}; {outcome.how}; {outcome.kernels})"
     return f"{WORDS[outcome.verdict]}{words}"
 
 
 def table(outcomes: dict[str, Outcome]) -> list[str]:
     """The outcomes as rows of a Markdown table, equal ones in one row."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
     for name, outcome in outcomes.items():
         why = outcome.detail.partition(" is not supported: ")
         fast = outcome.fast
         with_fast = "" if fast is None else WORDS[fast.verdict]
         if fast is not None and "fused layers" in fast.how:
             with_fast += ", fused layers"
-        groups.setdefault((WORDS[outcome.verdict], outcome.how or why[2] or why[0], with_fast), []).append(name)
+        wide = outcome.wide
+        in_bfloat16 = "" if wide is None else wide.kernels if wide.verdict == "works" else WORDS[wide.verdict]
+        key = WORDS[outcome.verdict], outcome.how or why[2] or why[0], with_fast, in_bfloat16
+        groups.setdefault(key, []).append(name)
     ordered = sorted(groups.items(), key=lambda item: (list(WORDS.values()).index(item[0][0]), -len(item[1])))
-    rows = [f"| {key[0]} | {len(names)} | {', '.join(names)} | {key[1]} | {key[2]} |" for key, names in ordered]
-    return ["| | count | model types | how, or why not | with fast=True |", "|---|---|---|---|---|", *rows]
+    rows = [f"| {key[0]} | {len(names)} | {', '.join(names)} | {' | '.join(key[1:])} |" for key, names in ordered]
+    heading = "| | count | model types | how, or why not | with fast=True | wide, in bfloat16 |"
+    return [heading, "|---|---|---|---|---|---|", *rows]
 
 
 def check_all(names: list[str]) -> Iterator[tuple[str, Outcome]]:

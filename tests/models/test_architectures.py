@@ -10,8 +10,9 @@ from slipstream import SamplingParams
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
+from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.sampling.sampler import Sampler
-from tests.support.architecture_checks import PROMPTS, Checks, Outcome, PartlyWrongDrafter, check
+from tests.support.architecture_checks import PROMPTS, Checks, Outcome, PartlyWrongDrafter, check, check_wide
 from tests.support.architecture_configs import CONFIGS, NOT_CAUSAL
 from tests.support.architectures import Unbuilt, model_types, tiny_model
 from tests.support.markers import mostly_slow, needs_transformers
@@ -68,6 +69,13 @@ def test_texts_are_those_of_generate(model_type: str) -> None:
 @pytest.mark.slow
 def test_texts_are_those_of_generate_whatever_number_of_tokens_is_accepted() -> None:
     assert check("cohere2").verdict == "works"
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+def test_the_wide_size_reaches_the_kernels() -> None:
+    wide = check_wide("llama")
+    assert (wide.verdict, wide.kernels) == ("works", "all layers in one call"), wide
+    assert Checks(tiny_model("llama"), fast=True).kernels == "fused layers"
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -13,6 +13,7 @@ import torch
 from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from slipstream.errors import UsageError, first_line
+from slipstream.models.cpu.compiled_layers import LayerCalls
 from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.own_caches import OwnCacheBackend
@@ -20,6 +21,7 @@ from slipstream.sampling.sampler import Sampler
 from tests.support.architectures import Unbuilt, tiny_model
 
 Verdict = Literal["works", "refused", "differs", "crashes", "unbuilt"]
+KERNELS = "all layers in one call", "compiled layers", "fused layers", "own forward"
 
 COUNT = 20  # tokens of a text
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [11, 12, 13], [3, 4] * 12]
@@ -27,6 +29,7 @@ QUEUE = [*PROMPTS, [21, 22, 23] * 13, [30]]  # more rows than a batch holds; one
 LENGTHS = [6, COUNT, 9, 14, 17]
 MOST_WRONG = 4
 TIE = 1e-4  # of the largest logit: the resolution of float32 after a few layers
+TIES = {torch.float32: TIE, torch.bfloat16: 0.04}
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,9 @@ class Outcome:
     """The result for one architecture. detail: the checks that differ, or why there is nothing to check.
 
     margin: where a text differs, the gap between the logits of `generate`'s token and ours, as a share of the largest
-    logit. tokens_per_round: of a model that drafts for itself. how: the cache it runs on. fast: the result with
-    fast=True of a model that works without.
+    logit. tokens_per_round: of a model that drafts for itself. how: the cache it runs on. kernels: what computes its
+    layers. fast: the result with fast=True of a model that works without. wide: the same in a size that the kernels
+    take, in bfloat16.
     """
 
     verdict: Verdict
@@ -44,7 +48,9 @@ class Outcome:
     ties: int = 0
     tokens_per_round: float = 0.0
     how: str = ""
+    kernels: str = ""
     fast: Outcome | None = None
+    wide: Outcome | None = None
 
 
 @dataclass
@@ -112,7 +118,7 @@ class Checks:
         verdict: Verdict = "differs" if self.wrong else "works"
         result = self.decoder.generate(PROMPTS[0], greedy(COUNT))
         rate = result.stats.block_efficiency
-        return Outcome(verdict, ", ".join(self.wrong), self.margin, self.ties, rate, self.how)
+        return Outcome(verdict, ", ".join(self.wrong), self.margin, self.ties, rate, self.how, self.kernels)
 
     @property
     def how(self) -> str:
@@ -124,10 +130,23 @@ class Checks:
         assert isinstance(backend, OwnCacheBackend)
         return "caches of its own" + ("" if backend.takes_several_tokens else ", drafts token by token")
 
+    @property
+    def kernels(self) -> str:
+        """What computes the model's layers."""
+        backend = self.decoder.target.backend
+        layers = [module.forward for module in backend.model.modules() if is_fused(module)]
+        if isinstance(backend, HFBackend) and backend.stack is not None:
+            return KERNELS[0]
+        are_compiled = layers and all(isinstance(layer.ops, LayerCalls) for layer in layers)
+        return KERNELS[1] if are_compiled else KERNELS[2] if layers else KERNELS[3]
+
     def greedy(self, decoder: SpeculativeDecoder) -> None:
-        """Compares texts of a ragged batch, with every kind of drafter."""
-        for name, drafting in self._drafting(decoder).items():
-            self._compare(name, [COUNT] * 3, drafting, PROMPTS)
+        """Compares texts of a ragged batch, with every kind of drafter; where bits agree, drafts may change none."""
+        texts = [
+            self._compare(name, [COUNT] * 3, drafting, PROMPTS) for name, drafting in self._drafting(decoder).items()
+        ]
+        if getattr(decoder.target.backend, "shape_independent", False) and any(text != texts[0] for text in texts):
+            self.wrong.append("drafts")
 
     def sampled(self, decoder: SpeculativeDecoder) -> None:
         """Compares seeded texts: drafts verified by `match` change none."""
@@ -161,7 +180,7 @@ class Checks:
 
     def _compare(
         self, name: str, lengths: Sequence[int], decoder: SpeculativeDecoder, prompts: Sequence[list[int]]
-    ) -> None:
+    ) -> list[list[int]]:
         results = decoder.generate([list(prompt) for prompt in prompts], [greedy(length) for length in lengths])
         same = [
             self.agrees(prompt, result.token_ids, length)
@@ -169,6 +188,7 @@ class Checks:
         ]
         if not all(same):
             self.wrong.append(name)
+        return [result.token_ids for result in results]
 
     def agrees(self, prompt: list[int], text: list[int], length: int) -> bool:
         """Whether a text is `generate`'s, up to a tie of two tokens."""
@@ -181,7 +201,7 @@ class Checks:
         with torch.inference_mode():
             logits = self.model(torch.tensor([prompt + expected[:position]])).logits[0, -1]
         margin = float((logits[expected[position]] - logits[text[position]]) / logits.abs().max())
-        if abs(margin) <= TIE:
+        if abs(margin) <= TIES[self.model.dtype]:
             self.ties += 1
             return True
         self.margin = max(self.margin, margin, key=abs)
@@ -212,17 +232,32 @@ def greedy(length: int) -> SamplingParams:
 
 
 def check(model_type: str, quick: bool = False) -> Outcome:
-    """Builds the tiny model of a type and checks it; unless `quick`, also with fast=True."""
-    try:
-        model = tiny_model(model_type)
-    except Unbuilt as error:
-        return Outcome("unbuilt", str(error))
-    except Exception as error:
-        return Outcome("unbuilt", f"{type(error).__name__}: {first_line(error)[:120]}")
+    """Builds the tiny model of a type and checks it; unless `quick`, also with fast=True and in the wide size."""
+    model = built(model_type)
+    if isinstance(model, Outcome):
+        return model
     checks = Checks(model, PROMPTS if quick else QUEUE)
     outcome = checks.run(quick)
     if quick or outcome.verdict != "works":
         return outcome
     packed = Checks(tiny_model(model_type), QUEUE, draft=tiny_model(model_type), fast=True)
     packed.texts = checks.texts  # those of the model before its layers were replaced
-    return replace(outcome, fast=packed.run())
+    return replace(outcome, fast=packed.run(), wide=check_wide(model_type))
+
+
+def check_wide(model_type: str) -> Outcome:
+    """Checks greedy texts of the tiny model of a type that is wide enough for the kernels, in bfloat16."""
+    model = built(model_type, wide=True)
+    if isinstance(model, Outcome):
+        return model
+    return Checks(model, PROMPTS, draft=tiny_model(model_type, wide=True), fast=True).run(quick=True)
+
+
+def built(model_type: str, wide: bool = False) -> Any:
+    """The tiny model of a type; an outcome if there is none."""
+    try:
+        return tiny_model(model_type, wide)
+    except Unbuilt as error:
+        return Outcome("unbuilt", str(error))
+    except Exception as error:
+        return Outcome("unbuilt", f"{type(error).__name__}: {first_line(error)[:120]}")

@@ -1,4 +1,7 @@
-"""Configurations of tiny models: the sizes that most types share, and further settings of single types."""
+"""Configurations of tiny models: the sizes that most types share, and further settings of single types.
+
+There are two sizes: one in which every mistake of a few numbers shows, and one that is wide enough for the kernels.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ from typing import Any
 WIDTH, FFN, LAYERS, HEADS, HEAD_DIM, POSITIONS, WINDOW = 32, 64, 3, 4, 8, 256, 16
 ORIGINAL = 32  # positions before rotations are stretched
 
+# fields of configurations
+WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim", "word_embed_proj_dim")
+FFNS = ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "dff")
+HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads")
+
 # by their names in configurations; a type gets the fields it has
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim", "word_embed_proj_dim"), WIDTH),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "dff"), FFN),
+    **dict.fromkeys(WIDTHS, WIDTH),
+    **dict.fromkeys(FFNS, FFN),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads", "num_heads"),
-        HEADS,
-    ),
+    **dict.fromkeys((*HEAD_COUNTS, "num_heads"), HEADS),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), POSITIONS),
     "vocab_size": 97,
     "num_key_value_heads": 2,
@@ -45,6 +50,35 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+# the same for the kernels, which take heads of 64 numbers
+WIDE: dict[str, Any] = {
+    **dict.fromkeys((*WIDTHS, "hidden_size_global", "lru_width"), 128),
+    **dict.fromkeys((*FFNS, "intermediate_size_mlp", "dense_intermediate_size", "feed_forward_size", "d_inner"), 256),
+    **dict.fromkeys((*HEAD_COUNTS, "num_heads", "swa_num_attention_heads", "num_decoder_attention_heads"), 2),
+    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "kv_n_heads"), 1),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "attention_head_size", "d_head"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 64),
+    **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), 96),
+    "global_head_dim": 128,
+    "rotary_dim": 32,
+}
+
+
+def widened(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a type in the wide size. Key heads that are as many as query heads stay so."""
+    wide = dict[str, Any]()
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            wide[name] = widened(value)
+        elif name in ("short_factor", "long_factor"):
+            wide[name] = [factor for factor in value for _ in range(WIDE["head_dim"] // HEAD_DIM)]
+        elif name in WIDE and not isinstance(value, list):
+            wide[name] = WIDE[HEAD_COUNTS[0]] if value == HEADS else WIDE[name]
+        else:
+            wide[name] = [WIDE[name]] * len(value) if name in WIDE else value
+    return wide
+
 
 # latent attention: as many key heads as query heads
 MLA: dict[str, Any] = {"num_key_value_heads": HEADS}

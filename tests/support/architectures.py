@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.support.architecture_configs import CONFIGS, NOT_CAUSAL, ORIGINAL, POSITIONS, SCALES, SIZES
+from tests.support.architecture_configs import CONFIGS, NOT_CAUSAL, ORIGINAL, POSITIONS, SCALES, SIZES, WIDE, widened
 
 MOST_PARAMETERS = 3_000_000
 SCALE = 3.0  # of the initial weights: at scale 1 greedy texts repeat one token
@@ -26,12 +26,13 @@ def model_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, wide: bool = False) -> Any:
     """The configuration of a tiny model; of a type with several parts, that of the text part."""
     if model_type in NOT_CAUSAL:
         raise Unbuilt(NOT_CAUSAL[model_type])
     default, settings = CONFIG_MAPPING[model_type]().get_text_config(), CONFIGS.get(model_type, {})
-    sizes = {field: size for name, size in SIZES.items() if (field := settable(default, name))}
+    settings, all_sizes = (widened(settings), SIZES | WIDE) if wide else (settings, SIZES)
+    sizes = {field: size for name, size in all_sizes.items() if (field := settable(default, name))}
     # the default has more layers; lists per layer are rebuilt for fewer, except those with several kinds
     lists = {field: None for name in PER_LAYER if (field := settable(default, name)) and getattr(default, name)}
     stretched = stretched_early(default)
@@ -63,24 +64,24 @@ def layer_kinds(default: Any, lists: dict[str, None], settings: dict[str, Any]) 
     return {"layer_types": (kinds * count)[:count], "num_hidden_layers": count}
 
 
-def tiny_model(model_type: str) -> Any:
-    """A float32 model on the CPU whose greedy texts vary; always the same weights."""
-    config = tiny_config(model_type)
+def tiny_model(model_type: str, wide: bool = False) -> Any:
+    """A model on the CPU whose greedy texts vary; always the same weights. wide: in bfloat16, else in float32."""
+    config = tiny_config(model_type, wide)
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in make(model_type, config).parameters())
+        size = sum(parameter.numel() for parameter in make(model_type, config, torch.float32).parameters())
     if size > MOST_PARAMETERS:
         raise Unbuilt(f"its tiny configuration has {size} parameters; allowed: {MOST_PARAMETERS}")
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        model = make(model_type, config).eval()
+        model = make(model_type, config, torch.bfloat16 if wide else torch.float32).eval()
         for parameter in model.parameters():
             parameter.mul_(SCALES.get(model_type, SCALE))
     return model
 
 
-def make(model_type: str, config: Any) -> Any:
+def make(model_type: str, config: Any, dtype: torch.dtype) -> Any:
     """The model of a configuration; some types are mapped only by the configuration of the whole model."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    return model_class._from_config(config, dtype=torch.float32)
+    return model_class._from_config(config, dtype=dtype)

@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import arithmetic_of
+from slipstream.models.cpu.float16_linear import are_tied, in_panels, not_in_panels, widen
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed, pack, unsupported
@@ -163,9 +165,10 @@ def _packed(model: Any, fast: bool | str) -> Convert | None:
     """What packs the layers; None where they stay plain. Raises `UsageError` where fast=True and they cannot be."""
     if fast is False or model.device.type == "cuda":
         return None
-    reason = unsupported(model)
+    is_float16 = model.dtype == torch.float16
+    reason = not_in_panels(model) if is_float16 else unsupported(model)
     if reason is None:
-        return compressed_or_packed
+        return in_panels if is_float16 else compressed_or_packed
     if fast is True:
         raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
     warn_slower(f"the weights of {type(model).__name__} are not packed: {reason}")
@@ -196,10 +199,12 @@ def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None
 
 def _convert(model: Any, convert: Convert) -> None:
     """Replace each linear layer that runs with what `convert` makes of it; layers that share an input become one."""
-    calls = linear_calls(model)
+    calls, is_tied = linear_calls(model), are_tied(model)
     unused = called_by_none(model, calls)
     fuse(model, convert, calls)
     pack(model, convert, unused)
+    if model.dtype == torch.float16:
+        widen(model, is_tied)
 
 
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantised: QuantisedModel | None) -> Loaded:

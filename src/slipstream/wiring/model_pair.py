@@ -25,6 +25,7 @@ from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, ParallelDrafts, Releasing
+from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.quantised_linear import rounded_activations
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.heads.features import FeatureReader
@@ -450,6 +451,8 @@ def _warn_of_size(target: Loaded, draft: Loaded) -> None:
 
 def _bytes_per_weight(loaded: Loaded) -> float:
     model = loaded.model if loaded.view is None else loaded.view.model
+    if parts := [part for linear in block_linears(model) for part in linear.parts]:
+        return sum(part.outputs * part.row_bytes for part in parts) / sum(part.outputs * part.inputs for part in parts)
     dtype: torch.dtype = model.dtype
     return dtype.itemsize / (1 if rounded_activations(model) is None else QUANTISED)
 

@@ -36,7 +36,7 @@ from slipstream.models.cpu.structs import (
     LinearStruct,
     NormStruct,
 )
-from slipstream.models.decoder.cache import TreeRows, tree_rows
+from slipstream.models.decoder.cache import TreeRows, in_type, tree_rows
 from slipstream.models.decoder.fused_layer import GELU, SILU, FusedLayer, LayerOps
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
@@ -45,6 +45,7 @@ from tests.support.tiny_models import fast, fresh
 from tests.support.tiny_models import ragged_logits as logits
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+CACHED = {torch.bfloat16: torch.bfloat16, torch.float32: torch.float16}  # types of keys and values, by that of heads
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 
@@ -61,6 +62,15 @@ def compiled(name: str) -> HFBackend:
 
 def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
+
+
+def memory_of(slots: int, length: int, size: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """Random keys and values in the cache of heads of this type."""
+    keys, values = (numbers(slots, 2, length, size, seed=seed).to(CACHED[dtype]) for seed in (1, 2))
+    return keys, values
+
+
+both_types = pytest.mark.parametrize("dtype", CACHED)
 
 
 def rope(tokens: int, size: int) -> tuple[Tensor, Tensor]:
@@ -173,6 +183,7 @@ def attention(
     """Attention by the kernel, which also writes keys and values. tree: where tokens of branches are written."""
     tokens, size = len(places), heads.shape[2]
     layer: ctypes.Structure
+    assert memory[0].dtype == memory[1].dtype == CACHED[heads.dtype]
     if heads.dtype == torch.float32:
         library = library or block_kernels()
         none, no_norm = BlockLinearStruct(), FloatNormStruct()
@@ -207,42 +218,51 @@ LENGTHS = {"long": 1600}  # cached positions; 256 otherwise
 
 
 @pytest.mark.pairwise
+@both_types
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("window", [0, 7, 50, 700])
 @pytest.mark.parametrize("name", PLACES)
-def test_attention_equals_its_definition(name: str, window: int, size: int) -> None:
+def test_attention_equals_its_definition(name: str, window: int, size: int, dtype: torch.dtype) -> None:
     places = PLACES[name]
-    heads, length = numbers(len(places), 8, size), LENGTHS.get(name, 256)
-    memory = numbers(6, 2, length, size, seed=1), numbers(6, 2, length, size, seed=2)
+    heads = torch.randn(len(places), 8, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    memory = memory_of(6, LENGTHS.get(name, 256), size, dtype)
     outputs = attention(heads, memory, places, window)
     for i, (slot, position) in enumerate(places):
-        assert torch.equal(memory[0][slot, :, position], heads[i, 4:6])
-        assert torch.equal(memory[1][slot, :, position], heads[i, 6:])
+        assert torch.equal(memory[0][slot, :, position], in_type(heads[i, 4:6], CACHED[dtype]))
+        assert torch.equal(memory[1][slot, :, position], in_type(heads[i, 6:], CACHED[dtype]))
     expected = reference(heads, memory, places, window)
     assert (outputs.float() - expected).abs().max() <= 0.01 * expected.abs().max()
     if window == 7 and name == "a prompt":
         assert (outputs.float() - reference(heads, memory, places, 8)).abs().max() > 0.05 * expected.abs().max()
 
 
+def test_keys_and_values_beyond_the_largest_float16_number_become_it() -> None:
+    """And infinities become NaN, which reaches the result."""
+    heads = torch.zeros(1, 8, 64)
+    heads[0, 4:, :6] = torch.tensor([65504.0, 65519.9, 65520.0, -1e9, 3e38, 1e-9])
+    memory = memory_of(1, 256, 64, torch.float32)
+    assert attention(heads, memory, [(0, 0)], 0)[0, :, :6].tolist() == [[65504.0] * 3 + [-65504.0, 65504.0, 0.0]] * 4
+    assert torch.equal(memory[0][0, :, 0], in_type(heads[0, 4:6], torch.float16))
+    heads[0, 4:, 0] = float("inf")
+    assert attention(heads, memory, [(0, 0)], 0).isnan().all() and in_type(heads, torch.float16).isnan().any()
+
+
+@both_types
 @pytest.mark.parametrize("window", [0, 50])
-def test_attention_gives_a_token_the_same_bits_whatever_is_beside_it(window: int) -> None:
+def test_attention_gives_a_token_the_same_bits_whatever_is_beside_it(window: int, dtype: torch.dtype) -> None:
     places = PLACES["a prompt"]
-    heads, memory = numbers(100, 8, 64), (numbers(3, 2, 256, 64, seed=1), numbers(3, 2, 256, 64, seed=2))
+    heads, memory = numbers(100, 8, 64).to(dtype), memory_of(3, 256, 64, dtype)
     whole = attention(heads, memory, places, window)
     for first, last in ((0, 1), (40, 41), (90, 100), (63, 80)):
         assert torch.equal(attention(heads[first:last], memory, places[first:last], window), whole[first:last])
-    longer = tuple(torch.cat([part, numbers(3, 2, 256, 64, seed=5)], 2) for part in memory)
+    longer = tuple(torch.cat([part, part.flip(2)], 2) for part in memory)
     assert torch.equal(attention(heads[90:], (longer[0], longer[1]), places[90:], window), whole[90:])
-
-
-both_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 
 def long_texts(dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor], list[tuple[int, int]]]:
     """Heads, cache and places: tokens of one text around a multiple of 512, and a token of each of three others."""
     places = [*((0, position) for position in range(1017, 1030)), (1, 511), (2, 1599), (3, 5)]
-    memory = numbers(4, 2, 1600, 64, seed=1).to(dtype), numbers(4, 2, 1600, 64, seed=2).to(dtype)
-    return numbers(len(places), 8, 64).to(dtype), memory, places
+    return numbers(len(places), 8, 64).to(dtype), memory_of(4, 1600, 64, dtype), places
 
 
 def depends_on_threads(dtype: torch.dtype, window: int, library: Any = None) -> list[tuple[int, int]]:
@@ -286,9 +306,10 @@ def test_attention_whose_stretches_depend_on_threads_is_noticed(tmp_path: Path) 
     assert {threads for threads, _ in differs} == {3, 5, 8, 16, 33}
 
 
+@both_types
 @pytest.mark.parametrize("window", [0, 7, 50])
 @pytest.mark.parametrize("base", [30, 63, 97, 1021])
-def test_a_branch_gets_the_bits_of_a_row_of_its_own(base: int, window: int) -> None:
+def test_a_branch_gets_the_bits_of_a_row_of_its_own(base: int, window: int, dtype: torch.dtype) -> None:
     """Compares every path of the tree with the same tokens in a slot of their own."""
     parents = (
         -1,
@@ -303,10 +324,11 @@ def test_a_branch_gets_the_bits_of_a_row_of_its_own(base: int, window: int) -> N
         8,
     )  # a chain of four; a branch of its second node, which branches again; a second root
     segments = segments_of(0, base - 2, base, parents)
-    memory = (numbers(2, 2, base + 64, 64, seed=1), numbers(2, 2, base + 64, 64, seed=2))
+    memory = memory_of(2, base + 64, 64, dtype)
     for part in memory:
         part[1, :, :base] = part[0, :, :base]
-    tree, heads = tree_rows(segments, 2 + len(parents), torch.device("cpu")), numbers(2 + len(parents), 8, 64)
+    tree = tree_rows(segments, 2 + len(parents), torch.device("cpu"))
+    heads = numbers(2 + len(parents), 8, 64).to(dtype)
     positions = [base - 2, base - 1, *(base + depth for depth in depths(parents))]
     outputs = attention(heads, memory, [(0, position) for position in positions], window, tree)
     for node in range(len(parents)):
@@ -318,9 +340,10 @@ def test_a_branch_gets_the_bits_of_a_row_of_its_own(base: int, window: int) -> N
     assert not torch.equal(wrong_outputs[6:], outputs[6:]) and torch.equal(wrong_outputs[:6], outputs[:6])
 
 
-def test_attention_does_not_read_stale_keys_and_values_after_a_token() -> None:
+@both_types
+def test_attention_does_not_read_stale_keys_and_values_after_a_token(dtype: torch.dtype) -> None:
     places = PLACES["ragged"]
-    heads, clean = numbers(len(places), 8, 64), (numbers(6, 2, 256, 64, seed=1), numbers(6, 2, 256, 64, seed=2))
+    heads, clean = numbers(len(places), 8, 64).to(dtype), memory_of(6, 256, 64, dtype)
     stale = tuple(part.clone() for part in clean)
     for slot, end in ((0, 66), (1, 1), (2, 202), (4, 33)):
         for part in stale:
@@ -338,17 +361,13 @@ def test_nan_and_infinity_reach_exactly_the_tokens_that_attend_to_them(
 ) -> None:
     places = [(1, before + position) for position in range(100)]
     heads = numbers(100, 8, 64).to(dtype)
-
-    def memory() -> tuple[Tensor, Tensor]:
-        return numbers(3, 2, 640, 64, seed=1).to(dtype), numbers(3, 2, 640, 64).to(dtype)
-
-    clean = attention(heads, memory(), places, window)
+    clean = attention(heads, memory_of(3, 640, 64, dtype), places, window)
     heads[index, 4:] = broken
-    outputs = attention(heads, memory(), places, window)
+    outputs = attention(heads, memory_of(3, 640, 64, dtype), places, window)
     sees = [index <= i < index + (window or 100) for i in range(100)]
     assert all(torch.equal(outputs[i], clean[i]) for i in range(100) if not sees[i])
     assert all(not outputs[i].isfinite().any() for i in range(100) if sees[i])
-    alone = attention(heads[:index], memory(), places[:index], window)
+    alone = attention(heads[:index], memory_of(3, 640, 64, dtype), places[:index], window)
     assert torch.equal(alone, clean[:index])
 
 
@@ -358,12 +377,12 @@ def test_nan_and_infinity_reach_exactly_the_tokens_that_attend_to_them(
 def test_queries_with_nan_or_infinity_give_nan(first: int, broken: float, dtype: torch.dtype) -> None:
     """A broken model must be noticed, not hidden behind plausible weights."""
     places = PLACES["a prompt"][first:80]
-    heads, memory = numbers(len(places), 8, 64).to(dtype), [numbers(3, 2, 256, 64, seed=s).to(dtype) for s in (1, 2)]
+    heads, memory = numbers(len(places), 8, 64).to(dtype), memory_of(3, 256, 64, dtype)
     heads[5, :4, 3] = broken  # in one token's queries; keys and values are finite
     if broken == float("inf"):
         heads[5, :4, 4] = -broken  # infinity minus infinity, whatever the keys' signs
         memory[0][..., 3:5] = heads[:, 4:6, 3:5] = 1
-    outputs = attention(heads, (memory[0], memory[1]), places, 0)
+    outputs = attention(heads, memory, places, 0)
     assert outputs[5].isnan().all() and outputs[:5].isfinite().all() and outputs[6:].isfinite().all()
 
 

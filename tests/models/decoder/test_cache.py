@@ -19,7 +19,7 @@ from slipstream.models.decoder.cache import ATTENDED_UNIT, FIRST_POSITIONS, Slot
 from slipstream.models.hf.backend import HFBackend
 from tests.support.graph_cases import Case
 from tests.support.markers import mostly_slow
-from tests.support.tiny_models import VOCAB, fast, fresh, prompts, shared
+from tests.support.tiny_models import VOCAB, fast, fresh, prompts, ragged_logits, shared
 
 END = 3 * FIRST_POSITIONS
 ALL = list(range(VOCAB))  # every token is a stop token, so the text ends after its first
@@ -57,6 +57,19 @@ def test_slots_that_no_row_has_used_take_no_memory() -> None:
     assert backend.cache.held == (5, FIRST_POSITIONS)
     backend.copy(0, 9, 9)
     assert backend.cache.held == (10, FIRST_POSITIONS) and backend.cache.shape[0] == 16
+
+
+@torch.inference_mode()
+def test_keys_and_values_in_float16_take_half_the_memory_and_change_logits_by_their_rounding() -> None:
+    def logits_and_bytes(dtype: torch.dtype | None) -> tuple[Tensor, int]:
+        backend = fast("llama")
+        backend.cache.release()  # what trials have written
+        backend.cache.store_as(dtype)
+        return ragged_logits(backend), num_bytes_held(backend.cache)
+
+    (expected, wide), (logits, narrow) = logits_and_bytes(None), logits_and_bytes(torch.float16)
+    assert wide == 2 * narrow
+    assert 0 < (logits - expected).abs().max() < 0.01 * expected.abs().max()
 
 
 def backend_of(name: str, is_fast: bool, dtype: torch.dtype) -> HFBackend:

@@ -146,6 +146,18 @@ def test_whole_layers_are_compiled_and_every_weight_is_a_block(files: dict[tuple
     assert loaded.arithmetic == "Q4_0+Q4_1+Q4_K+Q5_0+Q6_K+Q8_0 blocks, int8 activations"
 
 
+def test_keys_and_values_take_two_bytes_a_number(files: dict[tuple[str, bool], Path]) -> None:
+    loaded: Any = load(str(files["llama", True]), LoadOptions())
+    logits(loaded, torch.ones(1, 40, dtype=torch.int64))
+    config, cache = loaded.model.config, loaded.backend.cache
+    slots, positions = cache.held
+    numbers = slots * positions * config.num_key_value_heads * config.head_dim
+    assert positions >= 40 and {keys.dtype for layer in cache.layers for keys in (layer.keys, layer.values)} == {
+        torch.float16
+    }
+    assert [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers] == [2 * 2 * numbers] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("activations", ["int8", "int15"])
 def test_texts_are_the_same_with_drafts_and_in_batches(activations: str, files: dict[tuple[str, bool], Path]) -> None:

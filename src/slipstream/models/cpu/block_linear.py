@@ -20,7 +20,7 @@ from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 from slipstream.models.cpu.kernel_libraries import address
 from slipstream.models.cpu.structs import INPUTS, LANES, BlockFormat, BlockLinearStruct, PartStruct
 
-ACTIVATIONS = {"int8": 1, "int15": 2}  # planes of a signed byte
+ACTIVATIONS = {"int8": 1, "int15": 2, "float32": 1}  # planes of a signed byte, which weights in floating point ignore
 PACKED_AT_A_TIME = 1 << 24  # bytes of a file
 
 ReadRows = Callable[[int, int], Any]  # from row, to row -> their blocks, a contiguous array of bytes

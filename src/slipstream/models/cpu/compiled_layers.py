@@ -88,10 +88,12 @@ class LayerCalls(ABC):
     """What `LayerOps` computes, compiled; see `Ops`.
 
     attends: whether the kernels can compute whole layers. shape_independent: whether they have computed one, so that no
-    token's bits depend on the others. head_unit: numbers of a head that attention takes at a time.
+    token's bits depend on the others. head_unit: numbers of a head that attention takes at a time. cached_dtype: of
+    keys and values in the cache.
     """
 
     head_unit = 2 * LANES
+    cached_dtype: torch.dtype
 
     def __init__(self, ops: LayerOps, library: Any, layer: ctypes.Structure) -> None:
         """layer: the struct that the kernels read."""
@@ -139,7 +141,7 @@ class LayerCalls(ABC):
         if not self.attends:
             return None
         keys, values = self.keys_and_values(cache, spec, hidden)
-        if keys.dtype != hidden.dtype:
+        if keys.dtype != self.cached_dtype:
             return None
         forward = self.prepared(cache, hidden)
         rows = hidden.contiguous()
@@ -154,7 +156,7 @@ class LayerCalls(ABC):
         return out
 
     def keys_and_values(self, cache: SlotCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, allocated in the type of the hidden states if they are not yet."""
+        """The layer's keys and values, allocated if they are not yet."""
         return cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self.size))
 
     def prepared(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
@@ -184,6 +186,7 @@ class CompiledOps(LayerCalls):
     """A layer in bfloat16. No token's bits depend on the others."""
 
     head_unit = 4 * LANES
+    cached_dtype = torch.bfloat16
 
     def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
         """activation: what `kernel_activation` returns for `ops`."""
@@ -235,6 +238,8 @@ def _linears(ops: LayerOps) -> tuple[Any, Any, Any, Any]:
 
 class BlockLayerOps(LayerCalls):
     """A layer over a quantised file's blocks, in float32. No token's bits depend on the others."""
+
+    cached_dtype = torch.float16
 
     def __init__(self, ops: LayerOps, activation: Activation) -> None:
         """ops: over `BlockLinear`s; activation: what `kernel_activation` returns for them."""
@@ -303,7 +308,7 @@ class LayerStack:
         self._scratch.clear()
         for layer_ops, spec, struct in zip(self._ops, self._specs, self._structs, strict=True):
             keys, values = layer_ops.keys_and_values(cache, spec, hidden)
-            if keys.dtype != hidden.dtype:
+            if keys.dtype != layer_ops.cached_dtype:
                 self._cached = []
                 return False
             struct.keys, struct.values, struct.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]

@@ -67,20 +67,12 @@ def unsupported(model: Any) -> str | None:
     has_kernels = model.dtype == torch.bfloat16 and kernels() is not None  # nearly all weights are compressed
     if not torch.backends.mkldnn.is_available() and not has_kernels:
         return "this PyTorch has no oneDNN"
-    devices = {parameter.device.type for parameter in model.parameters()}
-    if "meta" in devices:
-        return "some of its weights are loaded only when they are needed"
-    if devices != {"cpu"}:
-        return "packing is for the CPU"
+    if (reason := without_plain_weights(model)) is not None:
+        return reason
     if model.dtype not in (torch.float32, torch.bfloat16):
         return f"packing needs bfloat16 or float32 weights, not {str(model.dtype).removeprefix('torch.')}"
-    if getattr(model, "is_quantized", False):
-        return "the model is quantised"
-    linears = [module for module in model.modules() if is_plain(module)]
-    if not linears:
-        return "the model has no nn.Linear"
     if needs_float32(model.dtype) and not has_kernels:
-        copies = 4 * sum(linear.weight.numel() for linear in linears)
+        copies = 4 * sum(module.weight.numel() for module in model.modules() if is_plain(module))
         memory = memory_bytes()
         if memory is not None and copies > SHARE * memory:
             return (
@@ -88,6 +80,18 @@ def unsupported(model: Any) -> str | None:
                 f"{copies / 1e9:.0f} of {memory / 1e9:.0f} GB of memory"
             )
     return None
+
+
+def without_plain_weights(model: Any) -> str | None:
+    """Why a model has no linear layers with weights in the host's memory, or None if it has."""
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if "meta" in devices:
+        return "some of its weights are loaded only when they are needed"
+    if devices != {"cpu"}:
+        return "packing is for the CPU"
+    if getattr(model, "is_quantized", False):
+        return "the model is quantised"
+    return None if any(is_plain(module) for module in model.modules()) else "the model has no nn.Linear"
 
 
 def pack(

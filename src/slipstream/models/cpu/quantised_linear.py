@@ -88,7 +88,7 @@ def num_weights(model: nn.Module) -> int:
 def rounded_activations(model: nn.Module) -> str | None:
     """How a model's activations are rounded, a key of `ACTIVATIONS` in block_linear.py; None if they are not."""
     if linears := block_linears(model):
-        return linears[0].activations
+        return next((linear.activations for linear in linears if linear.activations != "float32"), None)
     return "int8" if any(isinstance(module, QuantisedLinear) for module in model.modules()) else None
 
 

@@ -46,7 +46,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class CacheStruct(ctypes.Structure):
-    """`struct kv_cache`, `struct float_cache`: a layer's keys and values, and where those of a forward's tokens go."""
+    """`struct kv_cache`: a layer's keys and values, and where those of a forward's tokens go."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
@@ -182,7 +182,6 @@ MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "block_linear": BlockLinearStruct,
     "float_norm": FloatNormStruct,
     "float_layer": FloatLayerStruct,
-    "float_cache": CacheStruct,
 }
 CONSTANTS: Mapping[str, int] = {
     "LANES": LANES,

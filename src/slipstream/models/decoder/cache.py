@@ -150,10 +150,12 @@ class SlotCache(Cache):
     multiple of the unit. tree: the rows of the next forward if it is over draft trees. layout: its layout if it is
     ragged. prepared: what all compiled layers share in that forward. shape: slots and positions reserved; held: slots
     and positions with allocated memory. moves: grows whenever keys and values may have moved in memory. states: of the
-    recurrent layers, if there are any. spare_positions: positions allocated behind every text.
+    recurrent layers, if there are any. spare_positions: positions allocated behind every text. dtype: of keys and
+    values; None for that of the layers.
     """
 
     states: RecurrentStates | None = None
+    dtype: torch.dtype | None = None
     spare_positions = 0
 
     def __init__(self, num_layers: int) -> None:
@@ -219,6 +221,12 @@ class SlotCache(Cache):
         self.shape = self.held = (0, 0)
         self.moves += 1
 
+    def store_as(self, dtype: torch.dtype | None) -> None:
+        """Keep keys and values in this type from now on. If it is another one, all that was written is dropped."""
+        if dtype != self.dtype:
+            self.dtype = dtype
+            self.release()
+
     def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
         """Make the next forward write the positions columns[i] of slot first_slot + i, from starts[i] on.
 
@@ -272,7 +280,7 @@ class SlotCache(Cache):
         """Write the new keys and values [rows, heads, width, size] and return what attention reads."""
         layer = self.layers[layer_idx]
         if layer.keys is None:
-            layer.keys, layer.values = self._allocate(key_states), self._allocate(value_states)
+            layer.keys, layer.values = (self._allocate(part, self.dtype) for part in (key_states, value_states))
         return self._write(layer.keys, key_states), self._write(layer.values, value_states)
 
     def of_layer(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,7 +290,7 @@ class SlotCache(Cache):
         """
         layer = self.layers[layer_idx]
         if layer.keys is None:
-            layer.keys, layer.values = self._allocate(states), self._allocate(states)
+            layer.keys, layer.values = self._allocate(states, self.dtype), self._allocate(states, self.dtype)
         return layer.keys, layer.values
 
     def keep_hidden(self, layer_idx: int, entering: Tensor) -> None:
@@ -350,10 +358,10 @@ class SlotCache(Cache):
         return self._rectangles[id(mask)]
 
     def _write(self, cached: Tensor, states: Tensor) -> Tensor:
-        self._put(cached, states)
+        self._put(cached, in_type(states, cached.dtype))
         if self.tree is not None:
-            return self.tree.gathered(cached, self._attended)
-        return cached[self._slots, :, : self._attended]
+            return self.tree.gathered(cached, self._attended).to(states.dtype)
+        return cached[self._slots, :, : self._attended].to(states.dtype)
 
     def _put(self, cached: Tensor, states: Tensor) -> None:
         """Write states [rows, heads, width, size] where `place` or one of its variants decided."""
@@ -368,9 +376,20 @@ class SlotCache(Cache):
             rows, columns = self._rows.to(cached.device), self._columns.to(cached.device)
             cached[rows, :, columns] = states.transpose(1, 2)
 
-    def _allocate(self, states: Tensor) -> Tensor:
+    def _allocate(self, states: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         # zeros, not empty: a masked position still enters a product with weight 0, and 0 times NaN is NaN
-        return states.new_zeros(self.held[0], states.shape[1], self.held[1], states.shape[3])
+        return states.new_zeros(self.held[0], states.shape[1], self.held[1], states.shape[3], dtype=dtype)
+
+
+def in_type(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a cache of this type keeps them, which is what the kernels write.
+
+    Numbers beyond the largest one of the type become it, so that none becomes infinite; infinities become NaN.
+    """
+    if states.dtype == dtype:
+        return states
+    largest = torch.finfo(dtype).max
+    return (states.clamp(-largest, largest) + (states - states)).to(dtype)
 
 
 def _enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:

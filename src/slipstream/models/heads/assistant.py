@@ -107,7 +107,8 @@ class AssistantBackend(FeatureReader):
                 keys = self._returned.new_zeros(len(slots), sizes.num_key_value_heads, length, sizes.head_dim)
                 values = keys
             else:
-                keys, values = (part[slots.start : slots.stop, :, :length] for part in (cached.keys, cached.values))
+                of_slots = slice(slots.start, slots.stop), slice(None), slice(length)
+                keys, values = (part[of_slots].to(self._returned.dtype) for part in (cached.keys, cached.values))
             seen[kind] = keys, values, (within if kind == SLIDING else is_read)[:, None, None]
         return seen
 

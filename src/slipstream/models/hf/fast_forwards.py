@@ -95,9 +95,12 @@ def _use_compiled_ops(
     compiled = [ops for ops in (compiled_ops(forward.plain) for _, forward in layers) if ops is not None]
     if len(compiled) < len(layers):
         return
+    if all(ops.attends for ops in compiled):
+        backend.cache.store_as(compiled[0].cached_dtype)
     trials = [Trial(forward, forward.with_ops(ops)) for (_, forward), ops in zip(layers, compiled, strict=True)]
     if "compiled layers" not in own_logits.passed:
         if largest_error(backend, layers, trials) > tolerance(backend.model):
+            backend.cache.store_as(None)
             warn_slower(f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give other numbers")
             return
         own_logits.passed.add("compiled layers")

@@ -10,7 +10,7 @@
 void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
 int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count, _Atomic int64_t *next);
 void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
-void whole_layer(const struct float_layer *layer, const struct float_cache *memory, const float *hidden,
+void whole_layer(const struct float_layer *layer, const struct kv_cache *memory, const float *hidden,
                        int64_t tokens, const float *cosines, const float *sines, float *out, float *space);
 int64_t layer_scratch(const struct float_layer *layer, int64_t tokens, int64_t length);
 
@@ -20,6 +20,15 @@ static uint8_t next_byte(void) { return (uint8_t)((state = state * 1664525 + 101
 static float *numbers(int64_t count, float scale) {
     float *made = malloc(count * sizeof *made);
     for (int64_t i = 0; i < count; i++) made[i] = scale * ((float)next_byte() - 127) / 127;
+    return made;
+}
+
+/* The same as float16. */
+static uint16_t *halves(int64_t count, float scale) {
+    float *wide = numbers(count, scale);
+    uint16_t *made = malloc(count * sizeof *made);
+    for (int64_t i = 0; i < count; i += LANES) store_halves(made + i, load_floats(wide + i));
+    free(wide);
     return made;
 }
 
@@ -135,19 +144,42 @@ static void exercise_layer(int64_t size, int64_t window, int64_t planes, int64_t
     };
     int64_t slots[11], positions[11];
     for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? start + t : start / 2 + t - 6;
-    float *keys = numbers(2 * shared * length * size, 1), *values = numbers(2 * shared * length * size, 1);
-    struct float_cache m = {keys, values, length, window, 0.125f, slots, positions, positions, NULL, NULL, NULL};
+    uint16_t *keys = halves(2 * shared * length * size, 1), *values = halves(2 * shared * length * size, 1);
+    struct kv_cache m = {keys, values, length, window, 0.125f, slots, positions, positions, NULL, NULL, NULL};
     float *x = numbers(tokens * hidden, 1), *out = malloc(tokens * hidden * sizeof *out);
     float *angles = numbers(tokens * size, 1), *space = malloc(layer_scratch(&layer, tokens, length) * sizeof *space);
     whole_layer(&layer, &m, x, tokens, angles, angles, out, space);
     for (int64_t i = 0; i < tokens * hidden; i++) wrong += !isfinite(out[i]);
     print_checksum("layer", size, planes, window, out, tokens * hidden * sizeof *out);
+    print_checksum("keys", size, planes, window, keys, 2 * shared * length * size * sizeof *keys);
+    print_checksum("values", size, planes, window, values, 2 * shared * length * size * sizeof *values);
     free(norm), free(keys), free(values), free(x), free(out), free(angles), free(space);
     for (int i = 0; i < 4; i++) free((void *)parts[i].data);
 }
 
+/* Rounding to float16: of every float16 number, of the number between it and the next one and of that one's
+ * neighbours, and of numbers beyond the largest. */
+static void exercise_halves(void) {
+    for (uint32_t sign = 0; sign <= 0x8000; sign += 0x8000)
+        for (uint32_t half = 0; half < 0x7c00; half++) {
+            float lower = half_to_float((uint16_t)(sign | half)), upper = half_to_float((uint16_t)(sign | (half + 1)));
+            int is_largest = half == 0x7bff;
+            float between = is_largest ? lower : (lower + upper) / 2, of[LANES] = {
+                lower, between, nextafterf(between, lower), nextafterf(between, is_largest ? INFINITY : upper),
+                is_largest ? lower * 1.0003f : lower, is_largest ? lower * 1e30f : lower, INFINITY, NAN,
+            };
+            uint32_t below = sign | half, above = is_largest ? below : below + 1;
+            uint16_t expected[] = {below, half % 2 ? above : below, below, above, below, below}, rounded[LANES];
+            store_halves(rounded, load_floats(of));
+            if (!half && sign) expected[0] = expected[2] = expected[4] = expected[5] = 0, expected[1] = 0; /* no -0 */
+            for (int i = 0; i < 6; i++) wrong += rounded[i] != expected[i] && !(half == 0 && (rounded[i] & 0x7fff) == 0);
+            wrong += (rounded[6] & 0x7fff) <= 0x7c00 || (rounded[7] & 0x7fff) <= 0x7c00;
+        }
+}
+
 int main(void) {
     ask_for_tiles();
+    exercise_halves();
     float *bias = numbers(64, 1);
     for (int64_t format = 0; format < INT4; format++)
         for (int64_t planes = 1; planes <= 2; planes++) {

@@ -7,9 +7,9 @@
  * of 32 and of 512 and masked ones count 0, so the bits of a query depend neither on its neighbours, nor on the length
  * of the cache, nor on the number of threads.
  *
- * The file that includes this one defines before: `number`, the type of the numbers in the cache and in heads;
- * layer_type and cache_type; NUMBERS_ARE_FLOATS; LOWEST, the exponent of the smallest weight; load_number and
- * store_number, of 16 numbers.
+ * The file that includes this one defines before: `number`, the type of the numbers in heads; layer_type;
+ * NUMBERS_ARE_FLOATS, whether it is float32, with a cache of float16, or else bfloat16, as in the cache; LOWEST, the
+ * exponent of the smallest weight; load_number and store_number, of 16 numbers.
  */
 #include <math.h>
 #include <string.h>
@@ -30,17 +30,20 @@ struct branch {
     const int64_t *path;
 };
 
-/* Copies the numbers [size] of KEYS positions, from `start` on, from their places; zeros for those behind `last`. */
-static inline void collect(const number *from, struct branch branch, int64_t start, int64_t last, int64_t size, number *to) {
-    for (int64_t i = 0; i < KEYS; i++) {
-        int64_t position = start + i;
-        if (position > last)
-            memset(to + i * size, 0, size * sizeof *to);
-        else
-            memcpy(to + i * size, from + (position < branch.fork ? position : branch.path[position - branch.fork]) * size,
-                   size * sizeof *to);
-    }
+static inline int64_t place_of(int64_t position, struct branch branch) {
+    return branch.path && position >= branch.fork ? branch.path[position - branch.fork] : position;
 }
+
+/* 16 numbers of the cache, and the numbers [size] of a head to be kept there. */
+#if NUMBERS_ARE_FLOATS
+static inline floats load_cached(const uint16_t *from) { return load_halves((const uint8_t *)from); }
+static inline void to_cache(uint16_t *to, const float *head, int64_t size) {
+    for (int64_t i = 0; i < size; i += 16) store_halves(to + i, load_floats(head + i));
+}
+#else
+static inline floats load_cached(const uint16_t *from) { return load_bf16(from); }
+static inline void to_cache(uint16_t *to, const uint16_t *head, int64_t size) { memcpy(to, head, size * sizeof *to); }
+#endif
 
 #if defined(__AVX512BF16__) && !NUMBERS_ARE_FLOATS
 #include "attention_pairs.h"
@@ -109,7 +112,7 @@ ALWAYS void attend_tile(const int count, struct query *q, int64_t start, int64_t
 }
 
 /* Attention of all queries of a group over the positions from `first` to `last`. */
-static void attend_positions(struct query *group, int count, const number *keys, const number *values, int64_t size,
+static void attend_positions(struct query *group, int count, const uint16_t *keys, const uint16_t *values, int64_t size,
                              float scaling, struct branch branch, int64_t first, int64_t last) {
     struct tile tile;
     for (int64_t start = first / KEYS * KEYS; start <= last; start += KEYS) {
@@ -169,7 +172,7 @@ struct group {
  * how many stretches have their sums. */
 struct attention {
     const layer_type *layer;
-    const cache_type *cache;
+    const struct kv_cache *cache;
     const number *heads;
     int64_t tokens, count;
     number *out;
@@ -182,13 +185,13 @@ struct attention {
 struct work {
     struct query queries[QUERIES > (int)MAX_SHARED_HEADS ? QUERIES : (int)MAX_SHARED_HEADS];
     int count;
-    const number *keys, *values;
+    const uint16_t *keys, *values;
     struct branch branch;
 };
 
 static void begin_work(const struct attention *of, const struct group *group, int64_t head, struct work *work) {
     const layer_type *layer = of->layer;
-    const cache_type *m = of->cache;
+    const struct kv_cache *m = of->cache;
     int64_t size = layer->size, repeats = layer->heads / layer->key_heads, all = layer->heads + 2 * layer->key_heads;
     int64_t token = group->token, start = (m->slots[token] * layer->key_heads + head) * m->length * size;
     work->count = (int)(group->count * repeats);
@@ -265,18 +268,18 @@ static void attend_part(const struct attention *of, const struct group *group, i
 }
 
 static void write_token(const struct attention *of, int64_t t) {
-    const cache_type *m = of->cache;
+    const struct kv_cache *m = of->cache;
     int64_t shared = of->layer->key_heads, heads = of->layer->heads, size = of->layer->size;
     for (int64_t h = 0; h < shared; h++) {
         int64_t to = ((m->slots[t] * shared + h) * m->length + m->places[t]) * size;
         const number *own = of->heads + (t * (heads + 2 * shared) + heads + h) * size;
-        memcpy(m->keys + to, own, size * sizeof *own);
-        memcpy(m->values + to, own + shared * size, size * sizeof *own);
+        to_cache(m->keys + to, own, size);
+        to_cache(m->values + to, own + shared * size, size);
     }
 }
 
 /* Divides the tokens into groups of at most `most`; returns the number of groups. */
-static int64_t group_tokens(const layer_type *layer, const cache_type *m, int64_t tokens, int64_t most, struct group *groups) {
+static int64_t group_tokens(const layer_type *layer, const struct kv_cache *m, int64_t tokens, int64_t most, struct group *groups) {
     int64_t count = 0, before = 0, sums_before = 0;
     for (int64_t t = 0; t < tokens; t++) {
         int follows = t && m->slots[t] == m->slots[t - 1] && m->positions[t] == m->positions[t - 1] + 1 &&
@@ -345,7 +348,8 @@ static int64_t attention_bytes(const layer_type *layer, int64_t tokens, int64_t 
 
 /* Writes the tokens' keys and values to the cache and attends. heads [tokens][heads + 2 * key_heads][size], as
  * `project_qkv_rope` returns them -> out [tokens][heads][size]. space: `attention_bytes`. */
-void attend(const layer_type *layer, const cache_type *m, const number *heads, int64_t tokens, number *out, void *space) {
+void attend(const layer_type *layer, const struct kv_cache *m, const number *heads, int64_t tokens, number *out,
+            void *space) {
     int64_t kept = sums_kept(layer, tokens, m->length);
     struct group *groups = (struct group *)((float *)space + kept);
     _Atomic int64_t *done = (_Atomic int64_t *)(groups + tokens);

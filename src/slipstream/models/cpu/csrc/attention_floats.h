@@ -1,61 +1,37 @@
 /* Queries and 32 positions as float32 numbers, for attention.h. */
 
 struct query {
-    const float *numbers;
     int64_t first, last; /* positions it sees */
     float most, sum;
     _Alignas(64) float out[MAX_HEAD_SIZE];
     _Alignas(64) float weights[KEYS];
-#if !NUMBERS_ARE_FLOATS
-    _Alignas(64) float own[MAX_HEAD_SIZE];
-#endif
+    _Alignas(64) float numbers[MAX_HEAD_SIZE];
 };
 
-/* Keys [size][KEYS] and values [KEYS][size]; `values` points to the cache or to `own_values`. */
+/* Keys [size][KEYS] and values [KEYS][size]. */
 struct tile {
-    const float *values;
-    _Alignas(64) float keys[MAX_HEAD_SIZE * KEYS], own_values[MAX_HEAD_SIZE * KEYS], own_keys[MAX_HEAD_SIZE * KEYS];
+    _Alignas(64) float keys[MAX_HEAD_SIZE * KEYS], values[MAX_HEAD_SIZE * KEYS], keys_in_rows[MAX_HEAD_SIZE * KEYS];
 };
-
-#if NUMBERS_ARE_FLOATS
-static void set_numbers(struct query *q, const float *numbers, int64_t size) {
-    (void)size;
-    q->numbers = numbers;
-}
-
-/* The numbers [KEYS][size] of 32 positions: in the cache if they follow each other there, else copied to `to`. */
-static const float *in_order(const float *from, struct branch branch, int64_t start, int64_t last, int64_t size, float *to) {
-    if (!branch.path || start + KEYS <= branch.fork) return from + start * size;
-    collect(from, branch, start, last, size, to);
-    return to;
-}
-#else
-static void widen(const number *from, int64_t count, float *to) {
-    for (int64_t i = 0; i < count; i += 16) store_floats(to + i, load_number(from + i));
-}
 
 static void set_numbers(struct query *q, const number *numbers, int64_t size) {
-    widen(numbers, size, q->own);
-    q->numbers = q->own;
+    for (int64_t i = 0; i < size; i += 16) store_floats(q->numbers + i, load_number(numbers + i));
 }
 
-static const float *in_order(const number *from, struct branch branch, int64_t start, int64_t last, int64_t size, float *to) {
-    for (int64_t i = 0; i < KEYS; i++) {
-        int64_t position = start + i, place = position;
-        if (branch.path && position >= branch.fork && position <= last) place = branch.path[position - branch.fork];
-        if (position <= last) widen(from + place * size, size, to + i * size);
-        else memset(to + i * size, 0, size * sizeof *to);
+/* The numbers [KEYS][size] of 32 positions, from `start` on; zeros for those after `last`. */
+static void widen(const uint16_t *from, struct branch branch, int64_t start, int64_t last, int64_t size, float *to) {
+    for (int64_t position = start; position < start + KEYS; position++, to += size) {
+        const uint16_t *own = from + place_of(position <= last ? position : last, branch) * size;
+        for (int64_t i = 0; i < size; i += 16) store_floats(to + i, position <= last ? load_cached(own + i) : all_floats(0));
     }
-    return to;
 }
-#endif
 
-static void fill_tile(struct tile *tile, const number *keys, const number *values, struct branch branch, int64_t start,
+static void fill_tile(struct tile *tile, const uint16_t *keys, const uint16_t *values, struct branch branch, int64_t start,
                       int64_t last, int64_t size) {
-    const float *these = in_order(keys, branch, start, last, size, tile->own_keys);
-    tile->values = in_order(values, branch, start, last, size, tile->own_values);
+    widen(keys, branch, start, last, size, tile->keys_in_rows);
+    widen(values, branch, start, last, size, tile->values);
     for (int half = 0; half < KEYS; half += 16)
-        for (int64_t i = 0; i < size; i += 16) transpose(these + half * size + i, size, tile->keys + i * KEYS + half, KEYS);
+        for (int64_t i = 0; i < size; i += 16)
+            transpose(tile->keys_in_rows + half * size + i, size, tile->keys + i * KEYS + half, KEYS);
 }
 
 /* Whether no value of the first `there` positions is infinite or NaN. */
@@ -71,11 +47,11 @@ static int values_are_finite(const struct tile *tile, int64_t there, int64_t siz
 }
 
 static void copy_values(const struct tile *from, int64_t there, int64_t size, struct tile *to) {
-    to->values = memcpy(to->own_values, from->values, there * size * sizeof *from->values);
+    memcpy(to->values, from->values, there * size * sizeof *from->values);
 }
 
 static void clear_values(struct tile *tile, int64_t key, int64_t size) {
-    memset(tile->own_values + key * size, 0, size * sizeof *tile->own_values);
+    memset(tile->values + key * size, 0, size * sizeof *tile->values);
 }
 
 static void store_weights(struct query *q, floats left, floats right) {

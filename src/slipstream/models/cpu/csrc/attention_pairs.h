@@ -40,6 +40,14 @@ static void interleave(const uint16_t *values, int64_t there, int64_t size, uint
         }
 }
 
+/* Copies the numbers [size] of KEYS positions, from `start` on, from their places; zeros for those behind `last`. */
+static inline void collect(const uint16_t *from, struct branch branch, int64_t start, int64_t last, int64_t size,
+                           uint16_t *to) {
+    for (int64_t i = 0; i < KEYS; i++)
+        if (start + i > last) memset(to + i * size, 0, size * sizeof *to);
+        else memcpy(to + i * size, from + place_of(start + i, branch) * size, size * sizeof *to);
+}
+
 static void fill_tile(struct tile *tile, const uint16_t *keys, const uint16_t *values, struct branch branch, int64_t start,
                       int64_t last, int64_t size) {
     const uint16_t *these_keys = keys + start * size, *these_values = values + start * size;

@@ -62,11 +62,6 @@ const struct entry layout[] = {
     OFFSET(float_layer, heads), OFFSET(float_layer, key_heads), OFFSET(float_layer, size),
     OFFSET(float_layer, planes), OFFSET(float_layer, slope), OFFSET(float_layer, cubic),
 
-    SIZE_OF(float_cache), OFFSET(float_cache, keys), OFFSET(float_cache, values), OFFSET(float_cache, length),
-    OFFSET(float_cache, window), OFFSET(float_cache, scaling), OFFSET(float_cache, slots),
-    OFFSET(float_cache, positions), OFFSET(float_cache, places), OFFSET(float_cache, forks),
-    OFFSET(float_cache, begins), OFFSET(float_cache, paths),
-
     CONSTANT(LANES), CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(QUAD), CONSTANT(GROUP), CONSTANT(TWELVE_BITS), CONSTANT(SPACE),
     CONSTANT(MAX_HEAD_SIZE), CONSTANT(MAX_SHARED_HEADS), CONSTANT(MAX_STATE), CONSTANT(MAX_TAPS),
     TYPES(TYPE) CONSTANT(FORMATS), CONSTANT(KINDS),

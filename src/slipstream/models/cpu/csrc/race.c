@@ -8,10 +8,10 @@
 enum {
     AT_ONCE = 64,  /* tokens looked at together */
     BITS = 24,     /* bits of a random number that mostly decide */
-    MOST = 1 << 18 /* tokens in a vocabulary up to which KEPT bounds the rounding of sums */
+    MOST = 1 << 20 /* tokens in a vocabulary up to which KEPT bounds the rounding of sums */
 };
 #define ROUNDING 1e-4             /* more than rounding can change the ratio of two speeds: see race_winner */
-#define KEPT 2e-3f                /* more than rounding can change a sum of probabilities, or the ratio of two */
+#define KEPT(tokens) (1e-4f+(tokens)*0x1.4p-27f) /* more than rounding can change a share of so many: see race_winner */
 #define IMPOSSIBLE 1e-20f         /* more than the speed of any impossible token */
 
 static inline uint64_t word(int64_t token, uint64_t key) { /* SplitMix64, as core/rng.py has it */
@@ -125,16 +125,18 @@ static int32_t is_kept(const float *probs, int64_t tokens, int64_t token, int64_
     for (int64_t i = 0; i < AT_ONCE; i++) sum += sums[i], above += sums_above[i], place += counts[i];
     if (top_k > 0 && place > top_k) return 0;
     if (top_k > 0) sum = above; /* top_p is a share of what top_k keeps, which is at least this */
-    return (top_p >= 1 || above - probs[token] < (top_p - KEPT) * sum) && probs[token] * (1 - KEPT) >= min_p;
+    return (top_p >= 1 || above - probs[token] < (top_p - KEPT(tokens)) * sum) && least >= min_p;
 }
 
 /* The token that wins the race over softmax(scores / temperature), cut by top_k, top_p and min_p (0, 1 and 0 cut
  * nothing), as core/rng.py and sampling/warpers.py compute it; -1 if rounding could decide, if no token is possible or
  * if a score is NaN. The differences and quotients below are those of warpers.py to the bit. Relative errors:
  * exponentials below 4e-6 here and 3e-6 in PyTorch (20 units in the last place), noise and quotients of two speeds
- * below 1e-6, together less than a fifth of ROUNDING; sums of 2^18 probabilities in 8 lanes or more below 2^15 / 2^24 <
- * KEPT. A winner has at least exp(-41) times the probability of the likeliest token, because noise lies between 2^-54
- * and 17, so scores may be cut off at -80. probs, contenders: space for all tokens. */
+ * below 1e-6, together less than a fifth of ROUNDING. A sum of n probabilities in l lanes is wrong by n / l / 2^24 at
+ * most: in PyTorch's softmax (l >= 8) and twice here (l = 64), together n * 1.25 / 2^27, to which KEPT adds ROUNDING for
+ * all else, the square of the former included. A winner has at least exp(-41) times the probability of the likeliest
+ * token, because noise lies between 2^-54 and 17, so scores may be cut off at -80. probs, contenders: space for all
+ * tokens. */
 int64_t race_winner(const void *scores, int64_t is_bfloat16, int64_t tokens, uint64_t key, float temperature,
                     int64_t top_k, float top_p, float min_p, float *probs, int64_t *contenders) {
     float best = highest_score(scores, is_bfloat16, tokens);

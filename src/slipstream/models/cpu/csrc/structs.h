@@ -1,6 +1,6 @@
 /* Structs and constants that Python mirrors (structs.py); layout.c exports their sizes. Plain C, no intrinsics.
  *
- * Numbers of type uint16_t are bfloat16.
+ * Numbers of type uint16_t are bfloat16, but for keys and values of layers that compute in float32: these are float16.
  */
 #pragma once
 
@@ -159,12 +159,4 @@ struct float_layer {
     struct float_norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
     int64_t hidden, inner, heads, key_heads, size, planes;
     float slope, cubic;
-};
-
-/* `struct kv_cache` for keys and values in float32. */
-struct float_cache {
-    float *keys, *values;
-    int64_t length, window;
-    float scaling;
-    const int64_t *slots, *positions, *places, *forks, *begins, *paths;
 };

@@ -139,8 +139,8 @@ ALWAYS void fetch(const uint8_t *from, const int64_t bytes, const int rows) {
     }
 }
 
-void attend(const struct float_layer *layer, const struct float_cache *m, const float *heads, int64_t tokens,
-            float *out, void *space);
+void attend(const struct float_layer *layer, const struct kv_cache *m, const float *heads, int64_t tokens, float *out,
+            void *space);
 
 /* How many places a tile of this many tokens has: one of the numbers that the products are compiled for. */
 static inline int places(int64_t tokens) { return tokens >= 7 ? 8 : tokens == 5 ? 6 : (int)tokens; }

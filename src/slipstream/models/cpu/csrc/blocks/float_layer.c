@@ -3,7 +3,7 @@
 
 typedef float number;
 typedef struct float_layer layer_type;
-typedef struct float_cache cache_type;
+typedef struct kv_cache cache_type;
 typedef struct float_norm norm_type;
 #define NUMBERS_ARE_FLOATS 1
 #define LOWEST (-86)

@@ -15,6 +15,8 @@
 #define ALWAYS static __attribute__((noinline, unused)) /* plain C would take minutes to compile if it were inlined */
 #endif
 
+#define LARGEST_HALF 65504.0f
+
 /* A float16 number. */
 ALWAYS float half_to_float(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, bits = half & 0x7fff;
@@ -71,6 +73,13 @@ ALWAYS floats exponential(floats x) {
     y = add_product(all_floats(1.0f), y, r);
     y = add_product(all_floats(1.0f), y, r);
     return multiply_floats(y, power_of_two(n));
+}
+
+/* Rounds 16 numbers to float16, ties to even. Those beyond the largest become it, so that none becomes infinite;
+ * infinities become NaN. */
+ALWAYS void store_halves(uint16_t *to, floats x) {
+    floats within = max_floats(all_floats(-LARGEST_HALF), min_floats(all_floats(LARGEST_HALF), x));
+    store_rounded_halves(to, add_floats(within, subtract_floats(x, x)));
 }
 
 /* Adds the products of four vectors of codes, of so many bits, with the activations at words[k] + i * step to sums[i],

@@ -103,6 +103,10 @@ ALWAYS floats load_halves(const uint8_t *from) {
     return FLOATS(_mm256_cvtph_ps(_mm_loadu_si128((const void *)from)),
                   _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + 16))));
 }
+ALWAYS void store_rounded_halves(uint16_t *to, floats x) {
+    _mm_storeu_si128((void *)to, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((void *)(to + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
 ALWAYS floats load_unsigned(const uint8_t *from) {
     return FLOATS(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)from))),
                   _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(from + 8)))));

@@ -58,6 +58,9 @@ ALWAYS ints times_128(ints x) { return _mm512_slli_epi32(x, 7); }
 
 /* 16 float16 numbers, bytes and signed bytes. */
 ALWAYS floats load_halves(const uint8_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)from)); }
+ALWAYS void store_rounded_halves(uint16_t *to, floats x) {
+    _mm256_storeu_si256((void *)to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
 ALWAYS floats load_unsigned(const uint8_t *from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from)));
 }

@@ -112,6 +112,9 @@ ALWAYS floats load_halves(const uint8_t *from) {
     EACH y.val[i] = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from + 8 * i)));
     return y;
 }
+ALWAYS void store_rounded_halves(uint16_t *to, floats x) {
+    EACH vst1_u16(to + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.val[i])));
+}
 ALWAYS floats four_vectors(int16x8_t low, int16x8_t high) {
     floats y;
     y.val[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), y.val[1] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(low)));

@@ -82,6 +82,16 @@ ALWAYS floats load_halves(const uint8_t *from) {
     }
     return y;
 }
+/* x is at most LARGEST_HALF, or NaN. */
+ALWAYS uint16_t float_to_half(float x) {
+    uint32_t bits, sign;
+    memcpy(&bits, &x, 4);
+    sign = bits >> 16 & 0x8000, bits &= 0x7fffffff;
+    if (x != x) return (uint16_t)(sign | 0x7e00);
+    if (bits < 0x38800000) return (uint16_t)(sign | (uint32_t)lrintf(fabsf(x) * 0x1p24f)); /* less than 2^-14 */
+    return (uint16_t)(sign | (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+ALWAYS void store_rounded_halves(uint16_t *to, floats x) { EACH to[i] = float_to_half(x.v[i]); }
 ALWAYS floats load_unsigned(const uint8_t *from) { floats y; EACH y.v[i] = from[i]; return y; }
 ALWAYS floats load_signed(const uint8_t *from) { floats y; EACH y.v[i] = (int8_t)from[i]; return y; }
 ALWAYS floats load_powers(const uint8_t *from) {
