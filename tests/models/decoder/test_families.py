@@ -36,8 +36,8 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.08,
     "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "pad_token_id": 0,
 }
 WINDOW, THETA = {"sliding_window": 24}, {"rope_type": "default", "rope_theta": 1e4}
@@ -98,7 +98,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 @torch.inference_mode()
 def own_logits(folder: str, dtype: str, rounding: str = "none") -> Tensor:
     """Of transformers' own forward."""
-    logits: Tensor = load_unpacked(folder, LoadOptions(dtype, rounding=rounding)).model(input_ids=IDS).logits
+    logits: Tensor = load_unpacked(folder, LoadOptions(dtype, rounding=rounding))(input_ids=IDS).logits
     return logits.float()
 
 
@@ -175,11 +175,11 @@ def test_a_model_without_a_plan_keeps_its_own_forward_and_one_line_says_why(
     folder_of: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_slower.cache_clear()
-    model = load_unpacked(folder_of("llama"), LoadOptions("bfloat16")).model
+    model = load_unpacked(folder_of("llama"), LoadOptions("bfloat16"))
     model.config.attention_gain = 3.0
     model.save_pretrained(tmp_path)
     loaded: Any = load(str(tmp_path), LoadOptions())
     assert loaded.backend.stack is None
     assert [record.message for record in caplog.records if "own forward" in record.message] == [
-        "LlamaForCausalLM keeps its layers' own forward: its configuration has attention_gain=3.0"
+        "slower than it could be: LlamaForCausalLM keeps its layers' own forward: its configuration has attention_gain=3.0"
     ]
