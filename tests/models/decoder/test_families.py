@@ -180,6 +180,5 @@ def test_a_model_without_a_plan_keeps_its_own_forward_and_one_line_says_why(
     model.save_pretrained(tmp_path)
     loaded: Any = load(str(tmp_path), LoadOptions())
     assert loaded.backend.stack is None
-    assert [record.message for record in caplog.records if "own forward" in record.message] == [
-        "slower than it could be: LlamaForCausalLM keeps its layers' own forward: its configuration has attention_gain=3.0"
-    ]
+    (message,) = [record.message for record in caplog.records if "own forward" in record.message]
+    assert message.endswith("keeps its layers' own forward: its configuration has attention_gain=3.0")

@@ -99,12 +99,11 @@ def check_nothing_between(model: Any, layers: Sequence[nn.Module], plan: Decoder
             "its embedding, layers, norm and output layer do not run one after the other, once each"
         )
     inputs_of_next = [*(entering for _, entering, _ in calls[1:]), logits]
+    planned = {chain[0]: plan.enter, chain[-1]: plan.finish}
     for (module, _, output), entering in zip(calls, inputs_of_next, strict=True):
-        if not isinstance(output, Tensor):
-            raise UnknownLayerError(f"{type(module).__name__} returns more than numbers")
-        expected = output
-        if module is chain[0] or module is chain[-1]:
-            expected = plan.enter(output) if module is chain[0] else plan.finish(output)
-        last_place = torch.finfo(output.dtype).eps if expected is not output else 0.0  # rounded elsewhere
-        if not torch.allclose(expected, entering.to(output.dtype), rtol=last_place, atol=0.0):
+        expected = planned[module](output) if module in planned else output
+        if not isinstance(expected, Tensor) or expected.shape != entering.shape:
+            raise UnknownLayerError(f"it changes the shape of what {type(module).__name__} returns")
+        rounding = 0.0 if expected is output else 2 * torch.finfo(expected.dtype).eps
+        if not torch.allclose(expected, entering.to(expected.dtype), rtol=rounding, atol=0.0):
             raise UnknownLayerError(f"it changes what {type(module).__name__} returns")

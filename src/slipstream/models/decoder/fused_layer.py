@@ -183,8 +183,9 @@ class LayerOps:
         if not self.plan.grows_queries:
             return self._rope(qk, rope, self.plan)
         queries, keys = qk.split((self.heads, self.key_heads), 2)
-        of_keys, of_queries = zip(*(part.chunk(2, -1) for part in rope), strict=True)
-        return torch.cat((self._rope(queries, of_queries, self.plan), self._rope(keys, of_keys, self.plan)), 2)
+        (cos, cos_of_queries), (sin, sin_of_queries) = rope[0].chunk(2, -1), rope[1].chunk(2, -1)
+        rotated = self._rope(queries, (cos_of_queries, sin_of_queries), self.plan)
+        return torch.cat((rotated, self._rope(keys, (cos, sin), self.plan)), 2)
 
     def _norm_heads(self, norm: Norm, heads: Tensor) -> Tensor:
         return norm(heads.flatten(2)).view_as(heads) if self.plan.norms_all_heads else norm(heads)

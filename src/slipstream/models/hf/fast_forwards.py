@@ -38,7 +38,7 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
     if config._attn_implementation == GROUPED:
         return
     repeats, is_capped = repeats_of(config), bool(getattr(config, "attn_logit_softcapping", None))
-    if config._attn_implementation != ("eager" if is_capped else "sdpa"):  # "sdpa" knows no cap
+    if config._attn_implementation not in ("sdpa", "eager" if is_capped else "sdpa"):  # "sdpa" knows no cap
         reason: str | None = f"its attention is {config._attn_implementation!r}"
     elif repeats is None:
         reason = "its heads are not laid out in groups"
