@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.decoder.around_layers import Rotations
+from slipstream.models.decoder.families import plan_of
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers
 from slipstream.models.hf.trials import OwnLogits
@@ -88,12 +90,10 @@ def test_a_model_that_computes_more_around_its_layers_keeps_its_own_forward() ->
 @pytest.mark.parametrize("cap", [30.0, 1000.0])
 def test_capped_logits_stay_capped(cap: float) -> None:
     """Also where the cap changes logits by less than rounding."""
-    backend = stacked("gemma3", final_logit_softcapping=cap)
-    assert backend.stack is None and backend.ragged
-    without = stacked("gemma3")
-    assert without.stack is not None
+    backend, without = stacked("gemma3", final_logit_softcapping=cap), stacked("gemma3")
+    assert backend.stack is not None and without.stack is not None
     capped = cap * torch.tanh(logits(without) / cap)
-    assert (logits(backend) - capped).square().mean().sqrt() <= 0.05 * capped.std()
+    assert (logits(backend) - capped).square().mean().sqrt() <= 0.01 * capped.std()
 
 
 @pytest.mark.parametrize("place", ["embedding", "layer", "head"])
@@ -113,9 +113,8 @@ def test_a_model_that_changes_values_between_its_parts_keeps_its_own_forward(
     assert backend.stack is None and backend.ragged
 
 
-@pytest.mark.parametrize("size", [32, 96])
-def test_layers_whose_attention_is_not_compiled_are_called_one_by_one(size: int) -> None:
-    backend = fast("llama", torch.bfloat16, head_dim=size)
+def test_layers_whose_attention_is_not_compiled_are_called_one_by_one() -> None:
+    backend = fast("llama", torch.bfloat16, head_dim=288)
     assert backend.stack is None and backend.ragged
 
 
@@ -153,7 +152,8 @@ class Angles(torch.nn.Module):
 @pytest.mark.parametrize(("rope_type", "calls"), [("default", 1), ("dynamic", 2), ("longrope", 2)])
 def test_rotations_are_kept_where_they_depend_on_the_position_alone(rope_type: str, calls: int) -> None:
     module = Angles(rope_type)
-    rotations, hidden = Rotations(module, ["full_attention"]), torch.zeros(1, 3, 8)
+    plan = plan_of(transformers.LlamaConfig(num_hidden_layers=1), [None])
+    rotations, hidden = Rotations(module, ["full_attention"], plan), torch.zeros(1, 3, 8)
     for positions in (torch.tensor([[4, 5, 9]]), torch.tensor([[1, 2, 3]])):
         ((cosines, sines),) = rotations.ropes(positions, hidden, 16)
         expected = module(hidden, positions)

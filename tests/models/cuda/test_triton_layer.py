@@ -123,7 +123,7 @@ def test_attention_gives_the_same_bits_at_any_width_and_length(dtype: torch.dtyp
         forward = IndexedForward(zero, zero + PROMPT, columns, columns, length)
         out = qkv.new_empty(width, ops.heads, ops.size)
         graphed.cache.index(forward)
-        return ops._attend(qkv[:width], out, (rope[0, :width], rope[1, :width]), graphed.cache, fused.spec)
+        return ops._attend(qkv[:width], out, (rope[0, :width], rope[1, :width]), graphed.cache, fused.plan)
 
     whole = attended(8, 512)
     for width, length in [(8, 256), (1, 256), (3, 512), (5, 256)]:
@@ -146,7 +146,7 @@ def test_many_chunks_combine_to_the_same_output_as_few(monkeypatch: pytest.Monke
     def attended(start: int) -> Tensor:
         zero, columns = torch.zeros(1, dtype=torch.int64, device=DEVICE), start + torch.arange(2, device=DEVICE)[None]
         graphed.cache.index(IndexedForward(zero, zero + start, columns, columns, 2400))
-        return ops._attend(qkv, qkv.new_empty(2, ops.heads, ops.size), rope, graphed.cache, fused.spec)
+        return ops._attend(qkv, qkv.new_empty(2, ops.heads, ops.size), rope, graphed.cache, fused.plan)
 
     outputs = [attended(start) for start in (2047, 2200)]
     monkeypatch.setattr("slipstream.models.cuda.triton_layer.CHUNK", 1024)

@@ -14,7 +14,6 @@ Its specification is the model's own forward over its compiled layers; their log
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,27 +27,19 @@ from slipstream.models.cpu.kernel_libraries import address, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear
 from slipstream.models.cpu.structs import (
     LANES,
+    LAYER_NUMBERS,
     MAX_HEAD_SIZE,
     MAX_SHARED_HEADS,
     CacheStruct,
     FloatLayerStruct,
-    FloatNormStruct,
     LayerStruct,
     NormStruct,
     StackedLayerStruct,
 )
 from slipstream.models.decoder.around_layers import decoder_module, layer_rotations
 from slipstream.models.decoder.cache import SlotCache
-from slipstream.models.decoder.fused_layer import (
-    Activation,
-    AttentionSpec,
-    FusedLayer,
-    LayerOps,
-    RootMeanSquare,
-    Rope,
-    UnknownLayerError,
-    recognise_activation,
-)
+from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, Norm, Rope
+from slipstream.models.decoder.plan import ACTIVATIONS, DecoderPlan, LayerPlan, UnknownLayerError
 from slipstream.models.notices import warn_slower
 
 
@@ -64,11 +55,11 @@ class PreparedForward:
     scratch: Tensor
     rotations: dict[int, tuple[Rope, Rope]] = field(default_factory=dict)
 
-    def rope(self, rope: Rope, hidden: Tensor, size: int) -> Rope:
-        """Cosines and sines [tokens, size] in the type of the hidden states."""
+    def rope(self, rope: Rope, hidden: Tensor) -> Rope:
+        """What `rotation` returns."""
         converted = self.rotations.get(id(rope[1]))
         if converted is None:
-            converted = self.rotations[id(rope[1])] = rope, rotation(rope, hidden, size)  # the key's tensor stays alive
+            converted = self.rotations[id(rope[1])] = rope, rotation(rope, hidden)  # the key's tensor stays alive
         return converted[1]
 
     def space(self, size: int) -> Tensor:
@@ -78,29 +69,30 @@ class PreparedForward:
         return self.scratch
 
 
-def rotation(rope: Rope, hidden: Tensor, size: int) -> Rope:
-    """Cosines and sines [B, W, size], one for each of the hidden states [B, W, H], in their type."""
-    cosines, sines = (part.to(hidden.dtype).expand(*hidden.shape[:2], size).contiguous() for part in rope)
+def rotation(rope: Rope, hidden: Tensor) -> Rope:
+    """Cosines and sines in contiguous memory, one for each of the hidden states [B, W, H]."""
+    cosines, sines = (part.expand(*hidden.shape[:2], -1).contiguous() for part in rope)
     return cosines, sines
 
 
-class LayerCalls(ABC):
-    """What `LayerOps` computes, compiled; see `Ops`.
+class LayerCalls:
+    """What `LayerOps` computes, compiled; see `Ops`. No token's bits depend on the others.
 
-    attends: whether the kernels can compute whole layers. shape_independent: whether they have computed one, so that no
-    token's bits depend on the others. head_unit: numbers of a head that attention takes at a time. cached_dtype: of
-    keys and values in the cache.
+    attends: whether the kernels can compute whole layers. shape_independent: whether they have computed one.
+    cached_dtype: of keys and values in the cache.
     """
 
-    head_unit = 2 * LANES
     cached_dtype: torch.dtype
 
-    def __init__(self, ops: LayerOps, library: Any, layer: ctypes.Structure) -> None:
-        """layer: the struct that the kernels read."""
-        self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
-        self.library, self._layer, self.address = library, layer, ctypes.addressof(layer)
-        fits = ops.size % self.head_unit == 0 and ops.size <= MAX_HEAD_SIZE
-        self.attends = fits and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
+    def __init__(self, ops: LayerOps, library: Any, struct: type[ctypes.Structure]) -> None:
+        """struct: of the layers of this library."""
+        self.plan, self.heads, self.key_heads, self.size = ops.plan, ops.heads, ops.key_heads, ops.size
+        linears = linears_of(ops)
+        self._held: list[Any] = [*linears]  # the struct has only the addresses of their weights
+        self.library = library
+        self._layer = struct(*(linear.weights for linear in linears), *self._norms_of(ops), **_numbers(ops))
+        self.address = ctypes.addressof(self._layer)
+        self.attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         self.shape_independent = False
 
     def scratch(self, tokens: int, length: int = 0) -> int:
@@ -108,13 +100,16 @@ class LayerCalls(ABC):
         needed: int = self.library.layer_scratch(self.address, tokens, length)
         return needed
 
-    @abstractmethod
-    def norm(self, norm: RootMeanSquare | None) -> ctypes.Structure:
+    def norm(self, norm: Norm | None) -> NormStruct:
         """The struct of a norm, valid as long as this object."""
+        if norm is None:
+            return NormStruct()
+        bias = None if norm.bias is None else norm.bias.float().contiguous()
+        self._held += [norm.factors, bias]
+        return NormStruct(address(norm.factors), address(bias), norm.eps, norm.rounds_first, norm.is_centred)
 
-    def _norms_of(self, ops: LayerOps) -> list[ctypes.Structure]:
+    def _norms_of(self, ops: LayerOps) -> list[NormStruct]:
         """The structs of a layer's norms, in the order of the layer's struct."""
-        self._norm_weights: list[Tensor] = []
         norms = (ops.before_attention, *(ops.head_norms or (None, None)), ops.after_attention)
         return [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
 
@@ -122,7 +117,7 @@ class LayerCalls(ABC):
         batch, width = hidden.shape[:2]
         out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self.size)
         rows, tokens, scratch = self._inputs(hidden)
-        cosines, sines = rotation(rope, hidden, self.size)
+        cosines, sines = rotation(rope, hidden)
         pointers = [part.data_ptr() for part in (cosines, sines, out, scratch)]
         self.library.project_qkv_rope(self.address, rows.data_ptr(), tokens, *pointers)
         heads = out.transpose(1, 2)
@@ -137,27 +132,27 @@ class LayerCalls(ABC):
         self.library.residual_mlp(self.address, rows.data_ptr(), contiguous.data_ptr(), tokens, *pointers)
         return out
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, spec: AttentionSpec) -> Tensor | None:
+    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan) -> Tensor | None:
         if not self.attends:
             return None
-        keys, values = self.keys_and_values(cache, spec, hidden)
+        keys, values = self.keys_and_values(cache, plan, hidden)
         if keys.dtype != self.cached_dtype:
             return None
         forward = self.prepared(cache, hidden)
         rows = hidden.contiguous()
         tokens = rows.numel() // rows.shape[-1]
-        memory, (cosines, sines) = forward.struct, forward.rope(rope, hidden, self.size)
+        memory, (cosines, sines) = forward.struct, forward.rope(rope, hidden)
         memory.keys, memory.values, memory.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]
-        memory.window, memory.scaling = spec.window or 0, spec.scaling
+        memory.window, memory.scaling = plan.window or 0, plan.scaling
         out, scratch = torch.empty_like(rows), forward.space(self.scratch(tokens, keys.shape[2]))
         pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
         self.library.whole_layer(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
         self.shape_independent = True
         return out
 
-    def keys_and_values(self, cache: SlotCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, cache: SlotCache, plan: LayerPlan, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values, allocated if they are not yet."""
-        return cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self.size))
+        return cache.of_layer(plan.index, hidden.new_empty(0, self.key_heads, 0, self.size))
 
     def prepared(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
         """What all layers of the next forward share."""
@@ -183,24 +178,23 @@ class LayerCalls(ABC):
 
 
 class CompiledOps(LayerCalls):
-    """A layer in bfloat16. No token's bits depend on the others."""
+    """A layer in bfloat16."""
 
-    head_unit = 4 * LANES
     cached_dtype = torch.bfloat16
 
-    def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
-        """activation: what `kernel_activation` returns for `ops`."""
-        self._products = _linears(ops)  # kept, since the struct has only the addresses of their weights
-        sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size
-        layer = LayerStruct(*(linear.weights for linear in self._products), *self._norms_of(ops), *sizes, *activation)
-        super().__init__(ops, library, layer)
+    def __init__(self, ops: LayerOps, library: Any) -> None:
+        super().__init__(ops, library, LayerStruct)
 
-    def norm(self, norm: RootMeanSquare | None) -> NormStruct:
-        if norm is None:
-            return NormStruct(None, 0.0, 0)
-        weight, rounds_first = norm.weight
-        self._norm_weights.append(weight)
-        return NormStruct(address(weight), norm.eps, rounds_first)
+
+class BlockLayerOps(LayerCalls):
+    """A layer over a quantised file's blocks, in float32."""
+
+    cached_dtype = torch.float16
+
+    def __init__(self, ops: LayerOps) -> None:
+        """ops: over `BlockLinear`s."""
+        super().__init__(ops, ops.qkv.parts[0].library, FloatLayerStruct)
+        self._layer.planes = ops.qkv.planes
 
 
 def compiled_ops(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
@@ -208,57 +202,47 @@ def compiled_ops(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
 
     A warning tells why if they can compute its products, but not the layer.
     """
-    in_blocks = all(isinstance(linear, BlockLinear) for linear in _linears(ops))
-    in_bfloat16 = all(isinstance(linear, KernelLinear) and linear.dtype == torch.bfloat16 for linear in _linears(ops))
-    if not (in_blocks or in_bfloat16):
-        return None  # without a warning: packing the weights gave it
-    library = None if in_blocks else kernels()
+    linears = linears_of(ops)
+    in_blocks = all(isinstance(linear, BlockLinear) for linear in linears)
+    in_bfloat16 = all(isinstance(linear, KernelLinear) and linear.dtype == torch.bfloat16 for linear in linears)
+    library = kernels() if in_bfloat16 else None
     if not in_blocks and library is None:
+        return None  # without a warning: packing the weights gave it
+    if (reason := why_not_compiled(ops)) is not None:
+        warn_slower(f"layers are not compiled: {reason}")
         return None
-    activation = kernel_activation(ops)
-    if isinstance(activation, str):
-        warn_slower(f"layers are not compiled: {activation}")
-        return None
-    return BlockLayerOps(ops, activation) if in_blocks else CompiledOps(ops, library, activation)
+    return BlockLayerOps(ops) if in_blocks else CompiledOps(ops, library)
 
 
-def kernel_activation(ops: LayerOps) -> Activation | str:
-    """The slope and cubic term of the activation; if the kernels cannot compute this layer, the reason."""
-    sizes = {"hidden states": ops.qkv.in_features, "the feed-forward part": ops.inner}
+def why_not_compiled(ops: LayerOps) -> str | None:
+    """Why the kernels cannot compute this layer; None if they can."""
+    plan = ops.plan
+    sizes = {"hidden states": ops.qkv.in_features, "the feed-forward part": plan.inner}
     if odd := [name for name, size in sizes.items() if size % LANES]:
         return f"{sizes[odd[0]]} numbers in {odd[0]}, not a multiple of {LANES}"
-    if ops.size % (2 * LANES):
-        return f"{ops.size} numbers in a head, not a multiple of {2 * LANES}"
-    return recognise_activation(ops.act)
+    if plan.size % (2 * LANES) or plan.rotated % (2 * LANES):
+        return f"{plan.size} numbers in a head, {plan.rotated} of them rotated, not multiples of {2 * LANES}"
+    if plan.rotates_pairs and plan.rotated > MAX_HEAD_SIZE:
+        return f"{plan.rotated} numbers rotated in pairs; allowed: up to {MAX_HEAD_SIZE}"
+    return None
 
 
-def _linears(ops: LayerOps) -> tuple[Any, Any, Any, Any]:
+def linears_of(ops: LayerOps) -> tuple[Any, Any, Any, Any]:
+    """A layer's products, in the order of its struct."""
     return ops.qkv, ops.out, ops.gate_up, ops.down
 
 
-class BlockLayerOps(LayerCalls):
-    """A layer over a quantised file's blocks, in float32. No token's bits depend on the others."""
-
-    cached_dtype = torch.float16
-
-    def __init__(self, ops: LayerOps, activation: Activation) -> None:
-        """ops: over `BlockLinear`s; activation: what `kernel_activation` returns for them."""
-        self._products = linears = _linears(ops)  # kept, since the struct has only the addresses of their weights
-        sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
-        layer = FloatLayerStruct(*(linear.weights for linear in linears), *self._norms_of(ops), *sizes, *activation)
-        super().__init__(ops, linears[0].parts[0].library, layer)
-
-    def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
-        if norm is None:
-            return FloatNormStruct(None, 0.0)
-        self._norm_weights.append(norm.weight[0])
-        return FloatNormStruct(address(self._norm_weights[-1]), norm.eps)
+def _numbers(ops: LayerOps) -> dict[str, float]:
+    """The numbers and switches of a layer's struct."""
+    slope, cubic = ACTIVATIONS[ops.plan.activation]
+    others = {"hidden": ops.qkv.in_features, "slope": slope, "cubic": cubic}
+    return others | {name: getattr(ops.plan, name) for name, _ in LAYER_NUMBERS if name not in others}
 
 
 class LayerStack:
     """A model's forward with all its decoder layers in one call."""
 
-    def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
+    def __init__(self, model: Any, plan: DecoderPlan, layers: Sequence[FusedLayer]) -> None:
         """layers: all of the model's. Raises `UnknownLayerError` with the reason if they cannot be computed so."""
         ops = [layer.ops for layer in layers if isinstance(layer.ops, LayerCalls)]
         if len(ops) < len(layers):
@@ -266,13 +250,13 @@ class LayerStack:
         if not all(layer_ops.attends for layer_ops in ops):
             raise UnknownLayerError("the kernels do not attend with heads of this size and number")
         inner = decoder_module(model, len(layers))
-        self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
-        self._library, self._norm = ops[0].library, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))
-        self._rotations, which = layer_rotations(model, inner, len(layers))
+        self._model, self._ops, self._plan = model, ops, plan
+        self._library, self._norm = ops[0].library, ops[0].norm(Norm(inner.get_submodule("norm"), plan.norm))
+        self._rotations, which = layer_rotations(model, inner, plan)
         self._structs = (StackedLayerStruct * len(layers))(
             *(
-                StackedLayerStruct(layer_ops.address, None, None, None, 0, spec.window or 0, kind, spec.scaling)
-                for layer_ops, spec, kind in zip(ops, self._specs, which, strict=True)
+                StackedLayerStruct(layer_ops.address, None, None, None, 0, layer.window or 0, kind, layer.scaling)
+                for layer_ops, layer, kind in zip(ops, plan.layers, which, strict=True)
             )
         )
         self._cached: list[ReferenceType[Tensor]] = []  # the keys and hidden states whose addresses the structs have
@@ -283,7 +267,7 @@ class LayerStack:
 
         keep: the columns whose logits are returned: indices, 0 for all, or 1 for the last.
         """
-        hidden: Tensor = self._model.get_input_embeddings()(tokens)
+        hidden = self._plan.enter(self._model.get_input_embeddings()(tokens))
         if not self._update_addresses(cache, hidden):
             return None
         hidden, forward = hidden.contiguous(), self._ops[0].prepared(cache, hidden)
@@ -292,13 +276,12 @@ class LayerStack:
         normed, size = torch.empty_like(kept), kept.shape[-1]
         norm = ctypes.addressof(self._norm)
         self._library.normalise_tokens(norm, kept.data_ptr(), kept.numel() // size, size, normed.data_ptr())
-        logits: Tensor = self._model.get_output_embeddings()(normed)
-        return logits
+        return self._plan.finish(self._model.get_output_embeddings()(normed))
 
     def _update_addresses(self, cache: SlotCache, hidden: Tensor) -> bool:
         """Give the structs the addresses of the cache's tensors; returns whether these have the right type."""
         kept = [index for index in cache.hidden if index < len(self._ops)]
-        stored = [cache.layers[spec.index].keys for spec in self._specs] + [cache.hidden[i].keys for i in kept]
+        stored = [cache.layers[layer.index].keys for layer in self._plan.layers] + [cache.hidden[i].keys for i in kept]
         if len(stored) == len(self._cached) and all(
             tensor is not None and tensor is pointed_to()
             for tensor, pointed_to in zip(stored, self._cached, strict=True)
@@ -306,8 +289,8 @@ class LayerStack:
             return True
         self._cached = []
         self._scratch.clear()
-        for layer_ops, spec, struct in zip(self._ops, self._specs, self._structs, strict=True):
-            keys, values = layer_ops.keys_and_values(cache, spec, hidden)
+        for layer_ops, layer, struct in zip(self._ops, self._plan.layers, self._structs, strict=True):
+            keys, values = layer_ops.keys_and_values(cache, layer, hidden)
             if keys.dtype != layer_ops.cached_dtype:
                 self._cached = []
                 return False
@@ -322,11 +305,9 @@ class LayerStack:
     def _compute(self, hidden: Tensor, positions: Tensor, forward: PreparedForward, cache: SlotCache) -> None:
         """Replace the hidden states [B, W, H] that enter the first layer by those that leave the last."""
         tokens = hidden.numel() // hidden.shape[-1]
-        ropes = [
-            rotation(rope, hidden, rope[0].shape[-1])
-            for rope in self._rotations.ropes(positions, hidden, cache.shape[1])
-        ]
-        pointers = (ctypes.c_void_p * (2 * len(ropes)))(*(address(part) for rope in ropes for part in rope))
+        ropes = self._rotations.ropes(positions, hidden, cache.shape[1])
+        parts = [part.contiguous() for rope in ropes for part in rope]
+        pointers = (ctypes.c_void_p * len(parts))(*map(address, parts))
         if tokens not in self._scratch:
             pairs = zip(self._ops, self._structs, strict=True)
             self._scratch[tokens] = max(layer_ops.scratch(tokens, struct.length) for layer_ops, struct in pairs)

@@ -20,7 +20,7 @@ class CompiledNorm:
 
     def __init__(self, weight: Tensor, eps: float, library: Any) -> None:
         self._weight, self._library = weight.float().contiguous(), library  # kept: the struct has only its address
-        self._struct = NormStruct(address(self._weight), eps, 0)
+        self._struct = NormStruct(address(self._weight), eps=eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., size] -> the same, in bfloat16."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.errors import SlipstreamError
 
@@ -28,21 +29,31 @@ class LinearStruct(ctypes.Structure):
 
 
 class NormStruct(ctypes.Structure):
-    """`struct norm`: a root mean square norm for bfloat16 layers; without a weight there is no norm."""
+    """`struct norm`: root mean square norm or LayerNorm; without a weight there is no norm."""
 
-    _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_float), ("rounds_first", ctypes.c_int)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("rounds_first", "is_centred")),
+    ]
+
+
+NORMS = [
+    *((name, NormStruct) for name in ("before_attention", "queries", "keys", "after_attention")),
+    *((name, NormStruct) for name in ("before_feed_forward", "after_feed_forward")),
+]
+LAYER_NUMBERS: list[tuple[str, Any]] = [
+    *((name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size", "rotated")),
+    *((name, ctypes.c_float) for name in ("slope", "cubic", "residual", "soft_cap")),
+    *((name, ctypes.c_int32) for name in ("rotates_pairs", "grows_queries", "norms_all_heads")),
+    *((name, ctypes.c_int32) for name in ("is_gated", "is_parallel")),
+]
 
 
 class LayerStruct(ctypes.Structure):
-    """`struct layer`: a whole bfloat16 decoder layer: its matrices, norms, sizes and activation."""
+    """`struct layer`: a whole bfloat16 decoder layer: its matrices, norms, numbers and switches."""
 
-    _fields_ = [
-        *((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, NormStruct) for name in ("before_attention", "queries", "keys", "after_attention")),
-        *((name, NormStruct) for name in ("before_feed_forward", "after_feed_forward")),
-        *((name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size")),
-        *((name, ctypes.c_float) for name in ("slope", "cubic")),
-    ]
+    _fields_ = [*((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")), *NORMS, *LAYER_NUMBERS]
 
 
 class CacheStruct(ctypes.Structure):
@@ -151,21 +162,14 @@ class BlockLinearStruct(ctypes.Structure):
     ]
 
 
-class FloatNormStruct(ctypes.Structure):
-    """`struct float_norm`: `struct norm` for layers that compute in float32."""
-
-    _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_float)]
-
-
 class FloatLayerStruct(ctypes.Structure):
     """`struct float_layer`: `struct layer` with matrices in blocks, computed in float32."""
 
     _fields_ = [
         *((name, BlockLinearStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, FloatNormStruct) for name in ("before_attention", "queries", "keys", "after_attention")),
-        *((name, FloatNormStruct) for name in ("before_feed_forward", "after_feed_forward")),
-        *((name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size", "planes")),
-        *((name, ctypes.c_float) for name in ("slope", "cubic")),
+        *NORMS,
+        ("planes", ctypes.c_int64),
+        *LAYER_NUMBERS,
     ]
 
 
@@ -180,7 +184,6 @@ MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "block_part": PartStruct,
     "file_piece": FilePieceStruct,
     "block_linear": BlockLinearStruct,
-    "float_norm": FloatNormStruct,
     "float_layer": FloatLayerStruct,
 }
 CONSTANTS: Mapping[str, int] = {

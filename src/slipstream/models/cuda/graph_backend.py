@@ -53,9 +53,10 @@ from slipstream.models.cuda.triton_layer import (
     why_no_kernels,
 )
 from slipstream.models.decoder.attention import Masks
-from slipstream.models.decoder.fused_layer import FusedLayer, UnknownLayerError, is_fused
+from slipstream.models.decoder.families import plan_of
+from slipstream.models.decoder.fused_layer import FusedLayer, is_fused
+from slipstream.models.decoder.plan import UnknownLayerError
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.declared_numbers import OF_LAYERS, unimplemented
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.trials import OwnLogits, Trial, a_few_logits, difference, largest_error, tolerance
 from slipstream.models.notices import warn_slower
@@ -494,11 +495,10 @@ def _use_stack(backend: GraphedBackend) -> str | None:
     model, modules = backend.model, [module for module in backend.model.modules() if is_fused(module)]
     if backend.longest_short is not None:
         return "its rotations depend on how long each text is"
-    if number := unimplemented(model.config.get_text_config(), OF_LAYERS):
-        return f"its configuration has {number}"
     rerun = GraphedBackend(model, Rerun(), cache=backend.cache)
     try:
-        stack = stack_of(model, modules)
+        plan = plan_of(model.config.get_text_config(), backend.eager.masks.windows)
+        stack = stack_of(model, plan, modules)
         a_few_logits(rerun)  # allocates keys and values, without which layers do not compute by kernels
         expected = a_few_logits(rerun)
         rerun.use_stack(stack)

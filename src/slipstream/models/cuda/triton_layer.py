@@ -8,7 +8,7 @@ specification is the model's own forward. No bit of a token depends on the shape
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,16 +19,9 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.cuda.indexed_cache import IndexedCache, IndexedForward
 from slipstream.models.decoder.around_layers import check_nothing_between, decoder_module, layer_rotations
 from slipstream.models.decoder.cache import SlotCache
-from slipstream.models.decoder.fused_layer import (
-    AttentionSpec,
-    FusedLayer,
-    LayerOps,
-    RootMeanSquare,
-    Rope,
-    UnknownLayerError,
-    recognise_activation,
-)
+from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, Norm, Rope
 from slipstream.models.decoder.fused_linear import is_plain
+from slipstream.models.decoder.plan import ACTIVATIONS, DecoderPlan, LayerPlan, UnknownLayerError
 
 CHUNK = 128  # positions that one program attends to: a fixed number, so that bits do not depend on the length read
 STEP = 64  # positions of a chunk in one product
@@ -41,7 +34,7 @@ COLUMNS = 64  # outputs of one program
 STEP_BYTES = 256  # bytes of each output's weights that are read at a time
 PROGRAMS = 256  # this many keep a GPU's memory busy; products with fewer are split along their inputs
 MAX_SPLITS, LEAST_STEPS = 8, 4  # most splits of a product, fewest steps of a split
-Norm = tuple[Tensor, float]  # factors, float32, and epsilon
+Factors = tuple[Tensor, float]  # of a norm, float32, and its epsilon
 
 
 @dataclass(frozen=True)
@@ -136,18 +129,16 @@ class TritonOps:
         """ops: for which `why_no_kernels` returns None; Triton must be installed."""
         self._plain = ops
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
-        activation = recognise_activation(ops.act)
-        assert not isinstance(activation, str)
-        self._activation = activation
+        self._activation = ACTIVATIONS[ops.plan.activation]
         self._qkv, self._out, self._gate_up, self._down = self.products = tuple(
             Product(module) for module in (ops.qkv, ops.out, ops.gate_up, ops.down)
         )
         norms = (ops.before_attention, ops.after_attention, ops.before_feed_forward, ops.after_feed_forward)
-        before, self._after_attention, self._before_feed_forward, self._after_feed_forward = map(_norm, norms)
+        before, self._after_attention, self._before_feed_forward, self._after_feed_forward = map(_factors, norms)
         assert before is not None
         self.before_attention = before
-        self.rounds_first = ops.before_attention.weight[1]
-        heads = [norm.weight[0] for norm in ops.head_norms]
+        self.rounds_first = ops.plan.norm.rounds_first
+        heads = [norm.factors for norm in ops.head_norms]
         self._head_norms = (torch.stack(heads), ops.head_norms[0].eps) if heads else None
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -156,16 +147,16 @@ class TritonOps:
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         return self._plain.residual_mlp(hidden, attended)
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, spec: AttentionSpec) -> Tensor | None:
+    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan) -> Tensor | None:
         forward = cache.forward if isinstance(cache, IndexedCache) else None
         if forward is None:
             return None
         assert isinstance(cache, IndexedCache)
         x = hidden.reshape(-1, hidden.shape[-1])
         normalised = self.normalised(x, self.before_attention)
-        return self.layer(x, normalised, rope, cache, spec)[0].view_as(hidden)
+        return self.layer(x, normalised, rope, cache, plan)[0].view_as(hidden)
 
-    def normalised(self, x: Tensor, norm: Norm) -> Tensor:
+    def normalised(self, x: Tensor, norm: Factors) -> Tensor:
         """x [T, H] after a norm."""
         return self._add_norm(x, following=norm)[1]
 
@@ -175,8 +166,8 @@ class TritonOps:
         normalised: Tensor,
         rope: Rope,
         cache: IndexedCache,
-        spec: AttentionSpec,
-        following: Norm | None = None,
+        plan: LayerPlan,
+        following: Factors | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layer's output [T, H], and the same after the `following` norm.
 
@@ -185,14 +176,14 @@ class TritonOps:
         if rope[0].shape[-1] != self.size:
             raise SlipstreamError(f"rotations of {rope[0].shape[-1]} numbers in a head of {self.size}")
         queries = x.new_empty(len(x), self.heads, self.size)
-        attended = self._attend(self._qkv(normalised), queries, rope, cache, spec)
+        attended = self._attend(self._qkv(normalised), queries, rope, cache, plan)
         out = self._out(attended.flatten(1))
         x, normalised = self._add_norm(out, x, self._after_attention, self._before_feed_forward)
         down = self._down(self._gate(self._gate_up(normalised), x.dtype))
         return self._add_norm(down, x, self._after_feed_forward, following)
 
     def _add_norm(
-        self, x: Tensor, residual: Tensor | None = None, after: Norm | None = None, following: Norm | None = None
+        self, x: Tensor, residual: Tensor | None = None, after: Factors | None = None, following: Factors | None = None
     ) -> tuple[Tensor, Tensor]:
         """x [T, H], put through the norm `after` if given, plus the residual; and the `following` norm of that sum.
 
@@ -231,7 +222,7 @@ class TritonOps:
         )
         return out
 
-    def _attend(self, qkv: Tensor, queries: Tensor, rope: Rope, cache: IndexedCache, spec: AttentionSpec) -> Tensor:
+    def _attend(self, qkv: Tensor, queries: Tensor, rope: Rope, cache: IndexedCache, plan: LayerPlan) -> Tensor:
         """Attention [T, heads, D] from the joint product qkv, whose keys and values are cached.
 
         qkv: [T, (heads + 2 key heads) * D], or parts of it. queries: [T, heads, D], first filled with the queries and
@@ -241,7 +232,7 @@ class TritonOps:
         assert forward is not None
         rows, width = forward.columns.shape
         cosines, sines = (part.expand(rows, width, self.size).contiguous() for part in rope)
-        keys, values = cache.of_layer(spec.index, queries.new_empty(0, self.key_heads, 0, self.size))
+        keys, values = cache.of_layer(plan.index, queries.new_empty(0, self.key_heads, 0, self.size))
         norms, eps = (queries, 0.0) if self._head_norms is None else self._head_norms
         _kernels().rotate_and_cache[(rows * width, self.heads + 2 * self.key_heads)](
             qkv,
@@ -271,7 +262,7 @@ class TritonOps:
         leading, totals = queries.new_empty(2, rows * count, self.heads, chunks, dtype=torch.float32)
         for first in range(0, width, count):
             sums = partial, leading, totals
-            self._attend_columns(queries, (keys, values), forward, spec, sums, first, min(count, width - first))
+            self._attend_columns(queries, (keys, values), forward, plan, sums, first, min(count, width - first))
         return queries
 
     def _attend_columns(
@@ -279,7 +270,7 @@ class TritonOps:
         queries: Tensor,
         cached: tuple[Tensor, Tensor],
         forward: IndexedForward,
-        spec: AttentionSpec,
+        plan: LayerPlan,
         sums: tuple[Tensor, Tensor, Tensor],
         first: int,
         count: int,
@@ -299,8 +290,8 @@ class TritonOps:
                 forward.positions,
                 forward.slots if forward.ancestors is None else forward.ancestors,
                 *sums,
-                spec.scaling,
-                spec.window or 0,
+                plan.scaling,
+                plan.window or 0,
                 self.heads,
                 self.key_heads,
                 cached[0].stride(0),
@@ -311,7 +302,7 @@ class TritonOps:
                 chunks,
                 before_own=before_own,
                 is_branch=is_branch,
-                has_window=spec.window is not None,
+                has_window=plan.window is not None,
                 size=self.size,
                 chunk=CHUNK,
                 rows=ROWS,
@@ -335,7 +326,7 @@ class TritonOps:
 class TritonStack:
     """A model's forward by kernels alone, except its embedding and rotations, which treat each token by itself."""
 
-    def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
+    def __init__(self, model: Any, plan: DecoderPlan, layers: Sequence[FusedLayer]) -> None:
         """layers: all of the model's, with `TritonOps`. Raises `UnknownLayerError` if the kernels do not suffice."""
         ops = [layer.ops for layer in layers if isinstance(layer.ops, TritonOps)]
         output = Product(model.get_output_embeddings())
@@ -343,12 +334,10 @@ class TritonStack:
         inner = decoder_module(model, len(layers))
         if not all(product.has_kernel for product in (*products, output)):
             raise UnknownLayerError("not all of its products are ordinary linear layers")
-        norm = RootMeanSquare(inner.get_submodule("norm"))
-        if any(layer_ops.rounds_first != norm.weight[1] for layer_ops in ops):
-            raise UnknownLayerError("its last norm rounds at another place than the others")
-        self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
-        self._norm, self._output = (norm.weight[0], norm.eps), output
-        self._rotations, self._which = layer_rotations(model, inner, len(layers))
+        norm = Norm(inner.get_submodule("norm"), plan.norm)
+        self._model, self._ops, self._plan = model, ops, plan
+        self._norm, self._output = (norm.factors, norm.eps), output
+        self._rotations, self._which = layer_rotations(model, inner, plan)
 
     def logits(
         self,
@@ -363,7 +352,7 @@ class TritonStack:
         positions: [B, W], as the model's rotations take them.
         """
         with torch.cuda.device_of(tokens):  # Triton launches on the current device
-            hidden: Tensor = self._model.get_input_embeddings()(tokens)
+            hidden = self._plan.enter(self._model.get_input_embeddings()(tokens))
             cache.index(forward)
             ropes = self._rotations.computed(hidden, positions)
             x = hidden.reshape(-1, hidden.shape[-1])
@@ -372,20 +361,20 @@ class TritonStack:
             for i, (ops, norm) in enumerate(zip(self._ops, norms, strict=True)):
                 if i in cache.hidden:
                     cache.keep_hidden(i, x.view_as(hidden))
-                x, normalised = ops.layer(x, normalised, ropes[self._which[i]], cache, self._specs[i], norm)
+                x, normalised = ops.layer(x, normalised, ropes[self._which[i]], cache, self._plan.layers[i], norm)
             if len(self._ops) in cache.hidden:
                 cache.keep_hidden(len(self._ops), x.view_as(hidden))
             normalised = normalised.view_as(hidden)
             if columns is not None:
                 normalised = normalised[:, columns]
             logits = self._output(normalised.flatten(0, 1), is_whole=True)
-            return logits.unflatten(0, normalised.shape[:2])
+            return self._plan.finish(logits.unflatten(0, normalised.shape[:2]))
 
 
-def stack_of(model: Any, modules: Sequence[nn.Module]) -> TritonStack:
+def stack_of(model: Any, plan: DecoderPlan, modules: Sequence[nn.Module]) -> TritonStack:
     """The forward of a model whose layers are all fused. Raises `UnknownLayerError` if the kernels do not suffice."""
-    check_nothing_between(model, modules)
-    return TritonStack(model, [module.__dict__["forward"] for module in modules])
+    check_nothing_between(model, modules, plan)
+    return TritonStack(model, plan, [module.__dict__["forward"] for module in modules])
 
 
 def uses_kernels(model: Any) -> bool:
@@ -411,15 +400,26 @@ def why_no_kernels(ops: LayerOps) -> str | None:
     """Why the kernels cannot compute a layer; None if they can."""
     if ops.size != _power_of_two(ops.size) or not ROWS <= ops.size <= LARGEST_HEAD:
         return f"{ops.size} numbers in a head; allowed: a power of two from {ROWS} to {LARGEST_HEAD}"
-    norms = (ops.before_attention, ops.after_attention, ops.before_feed_forward, ops.after_feed_forward)
-    if len({norm.weight[1] for norm in (*ops.head_norms, *norms) if norm is not None}) > 1:
-        return "its norms round at different places"
-    activation = recognise_activation(ops.act)
-    return activation if isinstance(activation, str) else None
+    plan = ops.plan
+    known = replace(
+        plan,
+        rotated=plan.size,
+        rotates_pairs=False,
+        norms_all_heads=False,
+        is_gated=True,
+        is_parallel=False,
+        residual=1.0,
+        soft_cap=0.0,
+        growth=None,
+        norm=replace(plan.norm, is_centred=False),
+    )
+    if plan != known or plan.before_attention is None or plan.before_feed_forward is None:
+        return f"they compute no layers of {'LayerNorm' if plan.norm.is_centred else 'this structure'}"
+    return None
 
 
-def _norm(norm: RootMeanSquare | None) -> Norm | None:
-    return None if norm is None else (norm.weight[0], norm.eps)
+def _factors(norm: Norm | None) -> Factors | None:
+    return None if norm is None else (norm.factors, norm.eps)
 
 
 def _power_of_two(size: int) -> int:

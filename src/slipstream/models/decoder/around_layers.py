@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.decoder.fused_layer import Rope, UnknownLayerError
+from slipstream.models.decoder.fused_layer import Rope, angles
+from slipstream.models.decoder.plan import DecoderPlan, UnknownLayerError
 
 AROUND = {"rotary_emb", "layers", "norm"}  # the children of the module that calls the layers
 STATIC = frozenset(("default", "linear", "llama3", "yarn"))  # kinds of RoPE whose angles depend on the position alone
@@ -22,10 +23,10 @@ class Rotations:
     If they depend on the position alone, they are computed once and then read from a table.
     """
 
-    def __init__(self, module: nn.Module, kinds: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, kinds: Sequence[str], plan: DecoderPlan) -> None:
         """kinds: the types of the model's layers, without repeats."""
         rope_types = getattr(module, "rope_type", None)
-        self._module = module
+        self._module, self._plan = module, plan
         self._options: list[dict[str, str]] = [{}]
         if "layer_type" in inspect.signature(type(module).forward).parameters:
             self._options = [{"layer_type": kind} for kind in kinds]
@@ -36,7 +37,7 @@ class Rotations:
         return len(self._options)
 
     def ropes(self, positions: Tensor, hidden: Tensor, max_positions: int) -> list[Rope]:
-        """Cosines and sines [B, W, size] of each kind, in the type of hidden states [B, W, H].
+        """Cosines and sines [B, W, rotated] of each kind, as `angles` makes them for hidden states [B, W, H].
 
         positions: [B, W], all below `max_positions`.
         """
@@ -52,17 +53,15 @@ class Rotations:
 
     def computed(self, hidden: Tensor, positions: Tensor) -> list[Rope]:
         """What `ropes` returns, computed by the model's own module instead of read from the table."""
-        return [self._module(hidden, positions, **options) for options in self._options]
+        ropes = (self._module(hidden, positions, **options) for options in self._options)
+        return [angles(rope, positions, hidden.dtype, self._plan.layers[0]) for rope in ropes]
 
 
-def layer_rotations(model: Any, inner: nn.Module, count: int) -> tuple[Rotations, list[int]]:
-    """The rotations of a model's `count` layers, and for each layer the index of its own.
-
-    inner: see `decoder_module`.
-    """
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * count
+def layer_rotations(model: Any, inner: nn.Module, plan: DecoderPlan) -> tuple[Rotations, list[int]]:
+    """The rotations of a model's layers, and for each layer the index of its own. inner: see `decoder_module`."""
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(plan.layers)
     kinds = sorted(set(layer_types))
-    rotations = Rotations(inner.get_submodule("rotary_emb"), kinds)
+    rotations = Rotations(inner.get_submodule("rotary_emb"), kinds, plan)
     return rotations, [kinds.index(kind) if len(rotations) > 1 else 0 for kind in layer_types]
 
 
@@ -76,10 +75,11 @@ def decoder_module(model: Any, count: int) -> nn.Module:
 
 
 @torch.inference_mode()
-def check_nothing_between(model: Any, layers: Sequence[nn.Module]) -> None:
-    """Raise `UnknownLayerError` where a model computes anything between its embedding, layers, norm and output layer.
+def check_nothing_between(model: Any, layers: Sequence[nn.Module], plan: DecoderPlan) -> None:
+    """Raise `UnknownLayerError` where a model's embedding, layers, norm and output layer are not connected as planned.
 
-    In a forward of two tokens, each of these modules must receive exactly the bits that the one before it returned.
+    In a forward of two tokens, each of these modules must receive exactly the bits that the one before it returned; the
+    first layer and the caller, what `plan` makes of them.
     """
     norm = decoder_module(model, len(layers)).get_submodule("norm")
     chain = [model.get_input_embeddings(), *layers, norm, model.get_output_embeddings()]
@@ -99,6 +99,11 @@ def check_nothing_between(model: Any, layers: Sequence[nn.Module]) -> None:
             "its embedding, layers, norm and output layer do not run one after the other, once each"
         )
     inputs_of_next = [*(entering for _, entering, _ in calls[1:]), logits]
+    planned = {chain[0]: plan.enter, chain[-1]: plan.finish}
     for (module, _, output), entering in zip(calls, inputs_of_next, strict=True):
-        if not isinstance(output, Tensor) or not torch.equal(output, entering.to(output.dtype)):
+        expected = planned[module](output) if module in planned else output
+        if not isinstance(expected, Tensor) or expected.shape != entering.shape:
+            raise UnknownLayerError(f"it changes the shape of what {type(module).__name__} returns")
+        rounding = 0.0 if expected is output else 2 * torch.finfo(expected.dtype).eps
+        if not torch.allclose(expected, entering.to(expected.dtype), rtol=rounding, atol=0.0):
             raise UnknownLayerError(f"it changes what {type(module).__name__} returns")

@@ -25,7 +25,7 @@ GROUPED = "slipstream_grouped"
 ROWS = 4
 LONG = 33  # a forward of at least this many columns is a prompt
 BLOCK = 64  # columns of a prompt that attend together; each block reads the cache only up to its last column
-_UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias")  # options that grouped attention does not implement
+_UNSUPPORTED = ("s_aux", "sinks", "position_bias")  # options that grouped attention does not implement
 STATEFUL = frozenset(("linear_attention", "conv"))  # kinds of layers without a mask
 
 
@@ -95,28 +95,38 @@ def cut_mask(mask: Tensor, cuts: Sequence[Cut], attended_lengths: Sequence[int])
     return blocks
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """query: [B, heads, W, D]; key, value: [B, key heads, S, D]; mask: as `group_mask` makes it -> [B, heads, W, D]."""
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, soft_cap: float = 0.0
+) -> Tensor:
+    """query: [B, heads, W, D]; key, value: [B, key heads, S, D]; mask: as `group_mask` makes it -> [B, heads, W, D].
+
+    soft_cap: of the products of queries and keys; 0: none.
+    """
     batch, heads, width, size = query.shape
     real = heads // key.shape[1] * width
     rows = query.reshape(batch, key.shape[1], real, size)
     if real % ROWS:
         rows = pad(rows, (0, 0, 0, -real % ROWS))
-    out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    if soft_cap:
+        scores = rows @ key.transpose(2, 3) * (size**-0.5 if scaling is None else scaling)
+        scores = torch.tanh(scores / soft_cap) * soft_cap + mask
+        out = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
+    else:
+        out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     if real % ROWS:
         out = out.narrow(2, 0, real)
     return out.reshape(batch, heads, width, size)
 
 
 def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scaling: float | None, soft_cap: float = 0.0
 ) -> Tensor:
     """`attend` for a long forward, block by block. query: [1, heads, T, D] -> [1, heads, T, D]."""
     parts = []
     for block in blocks:
         length, row = block.mask.shape[3], slice(block.row, block.row + 1)
         columns = query.narrow(2, block.token, block.width)
-        out = attend(columns, key[row, :, :length], value[row, :, :length], block.mask, scaling)
+        out = attend(columns, key[row, :, :length], value[row, :, :length], block.mask, scaling, soft_cap)
         parts.append(out.narrow(2, 0, block.count))
     return torch.cat(parts, 2)
 
@@ -155,22 +165,30 @@ def grouped_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """query: [B, heads, W, D]; key, value: [B, key heads, S, D]; attention_mask: as `group_mask` makes it.
 
     Returns [B, W, heads, D]. If the mask has another shape, such as the one transformers builds, transformers' own
-    attention computes the call.
+    attention computes the call, unless it knows no cap.
     """
     if unsupported := [name for name in _UNSUPPORTED if options.get(name) is not None]:
         raise UngroupableError(f"its attention uses {unsupported[0]}")
     real = query.shape[1] // key.shape[1] * query.shape[2]
-    if attention_mask is None or attention_mask.shape[2] != real + -real % ROWS:
+    if attention_mask is not None and attention_mask.shape[2] == real + -real % ROWS:
+        mask = attention_mask
+    elif softcap:
+        width, length = query.shape[2], key.shape[2]
+        allowed = torch.ones(width, length, dtype=torch.bool, device=query.device).tril(length - width)
+        allowed = allowed[None, None] if attention_mask is None else attention_mask
+        mask = group_mask(allowed, query.shape[1] // key.shape[1], query.dtype)
+    else:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
         return plain
-    return attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    return attend(query, key, value, mask, scaling, softcap or 0.0).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

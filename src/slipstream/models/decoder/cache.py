@@ -484,6 +484,7 @@ def attend_ragged(
     blocks: Sequence[Block],
     layout: Layout,
     scaling: float | None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Attention of a ragged forward: of the rectangle, whose mask is `mask`, then of the longer rows' blocks.
 
@@ -492,12 +493,15 @@ def attend_ragged(
     assert layout.into is not None and layout.out_of is not None
     cells = query[0].transpose(0, 1).index_select(0, layout.into)
     table = cells.unflatten(0, layout.shape).transpose(1, 2)
-    out = attend(table, key, value, mask, scaling).transpose(1, 2).flatten(0, 1).index_select(0, layout.out_of)
+    out = (
+        attend(table, key, value, mask, scaling, soft_cap).transpose(1, 2).flatten(0, 1).index_select(0, layout.out_of)
+    )
     for block in blocks:
         cache_row, length = slice(block.row, block.row + 1), block.mask.shape[3]
         columns = query.narrow(2, block.token, min(block.width, query.shape[2] - block.token))
         columns = pad(columns, (0, 0, 0, block.width - columns.shape[2]))
-        attended = attend(columns, key[cache_row, :, :length], value[cache_row, :, :length], block.mask, scaling)
+        keys, values = key[cache_row, :, :length], value[cache_row, :, :length]
+        attended = attend(columns, keys, values, block.mask, scaling, soft_cap)
         out[block.token : block.token + block.count] = attended[0, :, : block.count].transpose(0, 1)
     return out.transpose(0, 1)[None]
 

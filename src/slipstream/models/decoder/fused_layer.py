@@ -1,39 +1,36 @@
-"""A decoder layer in half the operators: one forward for the structure that most models' layers have in common.
+"""A decoder layer in half the operators: one forward for all that a `LayerPlan` describes.
 
-At decoding widths an operator's call costs as much as its arithmetic. Layers are recognised by structure: pre-norm
-attention with rotary positions, a gated feed-forward part, and norms around them. Only the layer's forward is replaced;
-its modules stay where they are, and callers other than Slipstream run the model's own code, which is also the
-specification: a layer that computes anything else gives other logits, and then all layers keep their own forward.
+At decoding widths an operator's call costs as much as its arithmetic. Only the layer's forward is replaced; its modules
+stay where they are, and callers other than Slipstream run the model's own code, which is also the specification: a
+layer that computes anything else gives other logits, and then all layers keep their own forward.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm
+from torch.nn.functional import gelu, layer_norm, silu
 
 from slipstream.models.decoder.attention import attend, attend_in_blocks
 from slipstream.models.decoder.cache import SlotCache, attend_ragged, given_cache
 from slipstream.models.decoder.fused_linear import FusedOutput
+from slipstream.models.decoder.plan import (
+    ACTIVATIONS,
+    SILU,
+    DecoderPlan,
+    LayerPlan,
+    NormPlan,
+    UnknownLayerError,
+    in_halves,
+    in_pairs,
+)
 
-SILU, GELU = (1.0, 0.0), (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))
-CLOSE_ACTIVATION = 0.01  # largest relative difference from one of these; the module's outputs are bfloat16
 SINGLE, GRAIN = 16384, 32768  # elements: up to SINGLE in one thread; beyond, most operators use a thread per GRAIN
 VECTORS = 64  # elements of the widest vectors; the rest of a thread's share is rounded differently
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-ATTENTION = {*PROJECTIONS, "o_proj"}
-HEAD_NORMS = ("q_norm", "k_norm")
-FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-BEFORE_BOTH = ("input_layernorm", "post_attention_layernorm")  # Llama, Mistral, Qwen
-AROUND_BOTH = (*BEFORE_BOTH, "pre_feedforward_layernorm", "post_feedforward_layernorm")  # Gemma
-CLOSE_NORM = 0.02  # largest relative difference of a norm from the module it replaces; its weights are bfloat16
-Activation = tuple[float, float]  # slope and cubic term of x * sigmoid(slope * x + cubic * x^3)
 
 
 def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -55,59 +52,47 @@ def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat(parts).view(x.shape)
 
 
-def recognise_activation(act: Callable[[Tensor], Tensor]) -> Activation | str:
-    """Slope and cubic term of an activation, or the reason why it is neither SiLU nor GELU."""
-    x = torch.linspace(-9, 9, 1001, dtype=torch.float32).to(torch.bfloat16)
-    expected, exact = act(x.clone()).float(), x.float()
-    for slope, cubic in (SILU, GELU):
-        computed = exact * torch.sigmoid(slope * exact + cubic * exact**3)
-        if torch.allclose(computed, expected, rtol=CLOSE_ACTIVATION, atol=1e-4):
-            return slope, cubic
-    return f"the activation {type(act).__name__} is neither SiLU nor GELU by its tanh formula"
+Rope = tuple[Tensor, Tensor]  # cosines and sines [B, W, rotated numbers of a head]
 
 
-Rope = tuple[Tensor, Tensor]  # cosines and sines [B, W, D]
+class Norm:
+    """A norm over the last dimension as a single operator: RMSNorm by LayerNorm's kernel, too.
 
-
-class UnknownLayerError(Exception):
-    """Why a layer is not one of those that can be fused."""
-
-
-class RootMeanSquare:
-    """RMSNorm over the last dimension by LayerNorm's kernel, the only one that is a single operator on CPU.
-
-    The mean of (x, -x) is 0 and its variance is the mean square of x. Models differ in how the weight is stored and in
-    when they round; the form that gives the module's own numbers, or comes closest, is used.
+    The mean of (x, -x) is 0 and its variance is the mean square of x.
     """
 
-    def __init__(self, norm: nn.Module) -> None:
-        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        parameters = dict(norm.named_parameters())
-        if list(parameters) != ["weight"] or not isinstance(eps, float):
-            raise UnknownLayerError(f"{type(norm).__name__} is not an RMSNorm with a weight and an epsilon")
-        weight = parameters["weight"].detach()
-        self._size, self.eps, self._signs = len(weight), eps, weight.new_tensor([[1.0], [-1.0]])
-        x = torch.linspace(-2, 3, 3 * self._size, device=weight.device).view(1, 3, -1).to(weight.dtype)
-        expected = norm(x).detach().float()
-
-        def error(form: tuple[Tensor | None, Tensor | None]) -> float:
-            self._within, self._after = form  # the form of the last call stays
-            return float((self(x).float() - expected).abs().max().detach())
-
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        forms = (None, weight), (weight.repeat(2), None), ((1 + weight.to(wide)).repeat(2), None)
-        if error(min(forms, key=error)) > CLOSE_NORM * float(expected.abs().max()):
-            raise UnknownLayerError(f"{type(norm).__name__} computes something other than RMSNorm")
+    def __init__(self, module: nn.Module, plan: NormPlan) -> None:
+        weight: Any = getattr(module, "weight", None)
+        eps, bias = getattr(module, "variance_epsilon", getattr(module, "eps", None)), getattr(module, "bias", None)
+        if weight is None or eps != plan.eps:
+            raise UnknownLayerError(f"{type(module).__name__} has no weight, or another epsilon than {plan.eps}")
+        weight, self.bias, self._plan = weight.detach(), None if bias is None else bias.detach(), plan
+        if plan.offset:
+            weight = plan.offset + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        self.factors, self._size = weight.float().contiguous(), len(weight)
+        self._signs = weight.new_tensor([[1.0], [-1.0]])
+        self._after = weight if plan.rounds_first and not plan.is_centred else None
+        self._within = None if self._after is not None else weight if plan.is_centred else weight.repeat(2)
 
     @property
-    def weight(self) -> tuple[Tensor, bool]:
-        """The factors [size], float32, and whether the norm is rounded before it is multiplied by them."""
-        factors = self._within if self._after is None else self._after
-        assert factors is not None
-        return factors[: self._size].float().contiguous(), self._after is not None
+    def eps(self) -> float:
+        """What is added to the mean square."""
+        return self._plan.eps
+
+    @property
+    def rounds_first(self) -> bool:
+        """True if the norm is rounded before it is multiplied by its factors."""
+        return self._after is not None
+
+    @property
+    def is_centred(self) -> bool:
+        """True for LayerNorm."""
+        return self._plan.is_centred
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise x [..., size] over its last dimension."""
+        if self.is_centred:
+            return layer_norm(x, (self._size,), self._within, self.bias, self.eps)
         both = (x.unsqueeze(-2) * self._signs).flatten(-2)
         both = both.to(x.dtype if x.device.type == "cpu" or self._within is None else self._within.dtype)
         out = layer_norm(both, (2 * self._size,), self._within, None, self.eps).narrow(-1, 0, self._size).to(x.dtype)
@@ -120,30 +105,34 @@ class RotaryEmbedding:
     def __init__(self) -> None:
         self._prepared: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def __call__(self, x: Tensor, rope: Rope) -> Tensor:
-        """x: [B, W, heads, D]. Each half of a head is rotated with the other."""
+    def __call__(self, x: Tensor, rope: Rope, plan: LayerPlan) -> Tensor:
+        """x: [B, W, heads, D]. The first `plan.rotated` numbers of each head are rotated."""
+        if not plan.rotated:
+            return x
         cos, sin = rope
-        prepared, half = self._prepared, x.shape[-1] // 2  # read once: another thread may be running the same model
+        prepared, half = self._prepared, plan.rotated // 2  # read once: another thread may be running the same model
         if prepared is None or prepared[0] is not sin:
-            if sin.shape[-1] != x.shape[-1]:
-                raise UnknownLayerError(f"it rotates {sin.shape[-1]} of a head's {x.shape[-1]} numbers")
-            if sin.dtype != x.dtype:
-                raise UnknownLayerError(f"it rotates {x.dtype} numbers by {sin.dtype} angles")
             signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
             self._prepared = prepared = sin, cos.unsqueeze(2), signed.unsqueeze(2)
-        return (x * prepared[1]).add_(x.roll(half, -1).mul_(prepared[2]))
+        part, rest = x[..., : plan.rotated], x[..., plan.rotated :]
+        part = in_halves(part) if plan.rotates_pairs else part
+        part = (part * prepared[1]).add_(part.roll(half, -1).mul_(prepared[2]))
+        part = in_pairs(part) if plan.rotates_pairs else part
+        return torch.cat((part, rest), -1) if rest.shape[-1] else part
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
-    """The settings of a layer's attention.
+def angles(rope: Rope, positions: Tensor, dtype: torch.dtype, plan: LayerPlan) -> Rope:
+    """A model's cosines and sines at positions [B, W] as layers take them.
 
-    index: number of the layer. window: how many positions a token sees, itself included; None if it sees all.
+    The numbers of all pairs' first elements stand in front of those of their second ones; see `grows_queries`, too.
     """
-
-    index: int
-    window: int | None
-    scaling: float
+    if plan.angles_in_pairs:
+        rope = in_halves(rope[0]), in_halves(rope[1])
+    if plan.growth is not None:
+        beta, count = plan.growth
+        growth = 1 + beta * torch.log(1 + torch.floor(positions / count))[..., None]
+        rope = torch.cat((rope[0], rope[0] * growth), -1), torch.cat((rope[1], rope[1] * growth), -1)
+    return rope[0].to(dtype), rope[1].to(dtype)
 
 
 class Ops(Protocol):
@@ -158,81 +147,105 @@ class Ops(Protocol):
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """From hidden states and attention's output [B, W, heads * D] to the next layer's hidden states."""
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, spec: AttentionSpec) -> Tensor | None:
+    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan) -> Tensor | None:
         """The whole layer at once, attention included; None if it must be computed in the two parts above."""
 
 
 class LayerOps:
     """A layer by PyTorch's operators: the specification of all faster ops."""
 
-    def __init__(self, layer: nn.Module, rope: RotaryEmbedding) -> None:
-        children = dict(layer.named_children())
-        order = AROUND_BOTH if AROUND_BOTH[-1] in children else BEFORE_BOTH
-        if set(children) != {"self_attn", "mlp", *order}:
-            raise UnknownLayerError(f"{type(layer).__name__} has {', '.join(sorted(children))}")
-        attention, mlp = dict(children["self_attn"].named_children()), dict(children["mlp"].named_children())
-        if set(attention) - set(HEAD_NORMS) != ATTENTION:
-            raise UnknownLayerError(f"{type(layer).__name__}'s attention has {', '.join(sorted(attention))}")
-        if set(mlp) != FEED_FORWARD:
-            raise UnknownLayerError(f"{type(layer).__name__}'s feed-forward part has {', '.join(sorted(mlp))}")
-        self._rope: RotaryEmbedding = rope
-        self.size = declared(children["self_attn"], "head_dim", int)
-        self.qkv, sizes = _joint_product(attention, PROJECTIONS)
-        self.heads, self.key_heads = sizes[0] // self.size, sizes[1] // self.size
-        self.head_norms = [RootMeanSquare(attention[name]) for name in HEAD_NORMS if name in attention]
-        self.out: nn.Module = attention["o_proj"]
-        self.gate_up, (self.inner, _) = _joint_product(mlp, ("gate_proj", "up_proj"))
-        self.act, self.down = mlp["act_fn"], mlp["down_proj"]
-        norms = [RootMeanSquare(children[name]) for name in order]
-        self.before_attention, self.before_feed_forward = norms[0], norms[len(norms) // 2]
-        after: list[RootMeanSquare | None] = [*norms[1::2]] if len(norms) == 4 else [None, None]
-        self.after_attention, self.after_feed_forward = after
+    def __init__(self, layer: nn.Module, plan: LayerPlan, rope: RotaryEmbedding) -> None:
+        _check_modules(layer, plan)
+        self.plan, self._rope = plan, rope
+        self.heads, self.key_heads, self.size = plan.heads, plan.key_heads, plan.size
+        self.qkv = _product(layer, plan.qkv, (plan.heads + 2 * plan.key_heads) * plan.size)
+        self.out = _product(layer, (plan.out,))
+        self.gate_up = _product(layer, plan.gate_up, (1 + plan.is_gated) * plan.inner)
+        self.down = _product(layer, (plan.down,))
+        self.head_norms = [Norm(layer.get_submodule(path), plan.norm) for path in plan.head_norms or ()]
+        norms = (None if path is None else Norm(layer.get_submodule(path), plan.norm) for path in plan.norms)
+        self.before_attention, self.after_attention, self.before_feed_forward, self.after_feed_forward = norms
+        self._act: Callable[[Tensor], Tensor] = silu if ACTIVATIONS[plan.activation] == SILU else _gelu
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         batch, width = hidden.shape[:2]
         both = self.heads + self.key_heads
-        heads = self.qkv(self.before_attention(hidden)).view(batch, width, -1, self.size)
+        heads = self.qkv(_normed(self.before_attention, hidden)).view(batch, width, -1, self.size)
         qk = heads.narrow(2, 0, both)
         if self.head_norms:
             parts = qk.split((self.heads, self.key_heads), 2)
-            qk = torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], 2)
-        return self._rope(qk, rope).transpose(1, 2), heads.narrow(2, both, self.key_heads).transpose(1, 2)
+            normed = [self._norm_heads(norm, part) for norm, part in zip(self.head_norms, parts, strict=True)]
+            qk = torch.cat(normed, 2)
+        return self._rotate(qk, rope).transpose(1, 2), heads.narrow(2, both, self.key_heads).transpose(1, 2)
+
+    def _rotate(self, qk: Tensor, rope: Rope) -> Tensor:
+        """Queries and keys [B, W, heads, D]."""
+        if not self.plan.grows_queries:
+            return self._rope(qk, rope, self.plan)
+        queries, keys = qk.split((self.heads, self.key_heads), 2)
+        (cos, cos_of_queries), (sin, sin_of_queries) = rope[0].chunk(2, -1), rope[1].chunk(2, -1)
+        rotated = self._rope(queries, (cos_of_queries, sin_of_queries), self.plan)
+        return torch.cat((rotated, self._rope(keys, (cos, sin), self.plan)), 2)
+
+    def _norm_heads(self, norm: Norm, heads: Tensor) -> Tensor:
+        return norm(heads.flatten(2)).view_as(heads) if self.plan.norms_all_heads else norm(heads)
 
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        x: Tensor = self.out(attended)
-        x = hidden + (x if self.after_attention is None else self.after_attention(x))
-        gate, up = self.gate_up(self.before_feed_forward(x)).split(self.inner, -1)
-        y: Tensor = self.down(activated(self.act, gate).mul_(up))
-        return x.add_(y if self.after_feed_forward is None else self.after_feed_forward(y))
+        x = hidden + self._added(self.after_attention, self.out(attended))
+        entering = (
+            _normed(self.before_attention, hidden) if self.plan.is_parallel else _normed(self.before_feed_forward, x)
+        )
+        both = self.gate_up(entering)
+        if self.plan.is_gated:
+            gate, up = both.split(self.plan.inner, -1)
+            inner = activated(self._act, gate).mul_(up)
+        else:
+            inner = activated(self._act, both)
+        return x.add_(self._added(self.after_feed_forward, self.down(inner)))
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, spec: AttentionSpec) -> Tensor | None:
+    def _added(self, norm: Norm | None, x: Tensor) -> Tensor:
+        """What a part of the layer adds to the hidden states."""
+        x = _normed(norm, x)
+        return x if self.plan.residual == 1 else x * self.plan.residual
+
+    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan) -> Tensor | None:
         """None: these ops compute a layer in two parts."""
         return None
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return gelu(x, approximate="tanh")
 
 
 class FusedLayer:
     """Replaces a decoder layer's `forward`.
 
-    ops: computes the layer; at first it is `plain`, the specification. spec: describes the layer's attention.
+    ops: computes the layer; at first it is `plain`, the specification.
     """
 
-    def __init__(self, layer: nn.Module, rope: RotaryEmbedding, window: int | None) -> None:
+    def __init__(self, layer: nn.Module, plan: LayerPlan, rope: RotaryEmbedding) -> None:
         if "forward" in layer.__dict__:
             raise UnknownLayerError("its layers' forward was replaced already")
-        self.plain = LayerOps(layer, rope)
+        self.plan, self.plain = plan, LayerOps(layer, plan, rope)
         self.ops: Ops = self.plain
-        attention = layer.get_submodule("self_attn")
-        scaling = declared(attention, "scaling", float)
-        self.spec = AttentionSpec(declared(attention, "layer_idx", int), window, scaling)
         self._original_forward: Callable[..., Tensor] = layer.forward
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
         """hidden_states: [B, W, H]. Calls from outside `HFBackend` go to the layer's own forward."""
         cache, rope = given_cache(options), options.get("position_embeddings")
-        mask = options.get("attention_mask")
-        if inputs or rope is None or mask is None or not isinstance(cache, SlotCache):
+        mask, positions = options.get("attention_mask"), options.get("position_ids")
+        if inputs or mask is None or not isinstance(cache, SlotCache):
             return self._original_forward(hidden_states, *inputs, **options)
-        output = self.ops.whole_layer(hidden_states, rope, cache, self.spec)
+        if rope is None or positions is None:
+            raise UnknownLayerError("its layers are not given positions and their rotations")
+        if self.plan.rotated and rope[1].shape[-1] != self.plan.rotated:
+            raise UnknownLayerError(f"it rotates {rope[1].shape[-1]} of a head's {self.plan.size} numbers")
+        rope = angles(rope, positions, hidden_states.dtype, self.plan)
+        output = self.ops.whole_layer(hidden_states, rope, cache, self.plan)
         if output is not None:
             return output
         qk, values = self.ops.project_qkv_rope(hidden_states, rope)
@@ -248,27 +261,28 @@ class FusedLayer:
     def _attend(self, qk: Tensor, values: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
         """qk: queries and keys [B, heads, W, D]."""
         queries, keys = qk.split((self.ops.heads, self.ops.key_heads), 1)
-        keys, values = cache.update(keys, values, self.spec.index)
-        blocks = cache.blocks(mask)
+        keys, values = cache.update(keys, values, self.plan.index)
+        blocks, scaling, cap = cache.blocks(mask), self.plan.scaling, self.plan.soft_cap
         if (rectangle_mask := cache.rectangle(mask)) is not None:
             assert cache.layout is not None
-            return attend_ragged(queries, keys, values, rectangle_mask, blocks, cache.layout, self.spec.scaling)
+            return attend_ragged(queries, keys, values, rectangle_mask, blocks, cache.layout, scaling, cap)
         if blocks:
-            return attend_in_blocks(queries, keys, values, blocks, self.spec.scaling)
-        return attend(queries, keys, values, mask, self.spec.scaling)
+            return attend_in_blocks(queries, keys, values, blocks, scaling, cap)
+        return attend(queries, keys, values, mask, scaling, cap)
 
 
-def fused_layers(model: nn.Module, windows: Sequence[int | None]) -> list[tuple[nn.Module, FusedLayer]]:
+def fused_layers(model: nn.Module, plan: DecoderPlan) -> list[tuple[nn.Module, FusedLayer]]:
     """The model's decoder layers and a forward for each.
 
-    windows: one per layer, as in `AttentionSpec`. Raises `UnknownLayerError` with the reason if any layer has another
-    structure, or a forward that other code replaced.
+    Raises `UnknownLayerError` with the reason if the modules of a layer are not those of its plan, or if other code
+    replaced its forward.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == len(windows)]
+    count = len(plan.layers)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(lists) != 1:
-        raise UnknownLayerError(f"it has {len(lists)} lists of {len(windows)} modules, not one")
+        raise UnknownLayerError(f"it has {len(lists)} lists of {count} modules, not one")
     rope = RotaryEmbedding()
-    return [(layer, FusedLayer(layer, rope, window)) for layer, window in zip(lists[0], windows, strict=True)]
+    return [(layer, FusedLayer(layer, of, rope)) for layer, of in zip(lists[0], plan.layers, strict=True)]
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -276,21 +290,38 @@ def is_fused(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), FusedLayer)
 
 
-def declared(module: nn.Module, name: str, kind: type) -> Any:
-    """An attribute that a module must have. Raises `UnknownLayerError` if it is missing or of another type."""
-    value = getattr(module, name, None)
-    if not isinstance(value, kind):
-        raise UnknownLayerError(f"{type(module).__name__} has no {name}")
-    return value
+def _check_modules(layer: nn.Module, plan: LayerPlan) -> None:
+    """Raise `UnknownLayerError` unless a layer's modules are those of its plan, but for activations and dropout."""
+    parts = {path.partition(".")[0] for path in plan.modules if "." in path}
+    paths = set[str]()
+    for name, child in layer.named_children():
+        within = [f"{name}.{inner}" for inner, module in child.named_children() if not _has_no_weights(module)]
+        paths.update(within if name in parts else () if _has_no_weights(child) else (name,))
+        holders = (layer, child) if name in parts else (layer,)
+        if stray := [key for holder in holders for key, _ in holder.named_parameters(recurse=False)]:
+            raise UnknownLayerError(f"{type(layer).__name__} has {stray[0]}")
+    if paths != plan.modules:
+        further, missing = sorted(paths - plan.modules), sorted(plan.modules - paths)
+        reason = f"has no {missing[0]}" if missing else f"has {further[0]}"
+        raise UnknownLayerError(f"{type(layer).__name__} {reason}")
 
 
-def _joint_product(children: dict[str, nn.Module], names: tuple[str, ...]) -> tuple[Any, list[int]]:
-    """The common product of fused linear layers, and the sizes of their outputs."""
-    parts = [part for name in names if isinstance(part := children[name], FusedOutput)]
-    sources = {part.source for part in parts}
-    if len(parts) != len(names) or len(sources) != 1:
-        raise UnknownLayerError(f"{', '.join(names)} are not fused into one product")
-    (fused,) = sources
-    if [part.index for part in parts] != list(range(len(fused.sizes))):
-        raise UnknownLayerError(f"{', '.join(names)} are not all that is fused into their product")
-    return fused.joint, fused.sizes
+def _has_no_weights(module: nn.Module) -> bool:
+    is_of_torch_or_transformers = type(module).__module__.startswith(("torch.nn", "transformers.activations"))
+    return is_of_torch_or_transformers and not any(True for _ in module.parameters())
+
+
+def _product(layer: nn.Module, paths: tuple[str, ...], outputs: int | None = None) -> Any:
+    """The layer that computes these projections; those of several paths must be fused, and all that is fused."""
+    parts = [layer.get_submodule(path) for path in paths]
+    joint: Any = parts[0]
+    if len(parts) > 1:
+        fused = [part for part in parts if isinstance(part, FusedOutput)]
+        if len(fused) < len(parts) or len({part.source for part in fused}) != 1:
+            raise UnknownLayerError(f"{', '.join(paths)} are not fused into one product")
+        if [part.index for part in fused] != list(range(len(fused[0].source.sizes))):
+            raise UnknownLayerError(f"{', '.join(paths)} are not all that is fused into their product")
+        joint = fused[0].source.joint
+    if outputs is not None and joint.out_features != outputs:
+        raise UnknownLayerError(f"{', '.join(paths)} have {joint.out_features} outputs, not {outputs}")
+    return joint

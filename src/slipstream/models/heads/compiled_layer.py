@@ -15,10 +15,10 @@ from torch import Tensor
 from slipstream.models.cpu.kernel_libraries import address, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear
 from slipstream.models.cpu.structs import LANES, MAX_HEAD_SIZE, MAX_SHARED_HEADS, CacheStruct, LayerStruct, NormStruct
-from slipstream.models.decoder.fused_layer import SILU
+from slipstream.models.decoder.plan import SILU
 from slipstream.models.heads.network import HeadConfig, HeadNetwork
 
-NO_NORM = NormStruct(None, 0.0, 0)
+NO_NORM = NormStruct()
 
 
 class CompiledLayer:
@@ -32,8 +32,20 @@ class CompiledLayer:
         head_norms = [None] * 2 if weights.head_norms is None else [weights.head_norms[i, 0] for i in (0, -1)]
         queries, keys = (self._norm(norm, rounds_first=1) for norm in head_norms)
         norms = NO_NORM, queries, keys, NO_NORM, self._norm(weights.middle_norm), NO_NORM
-        sizes = config.hidden_size, config.intermediate_size, config.num_heads, config.num_key_heads, config.head_dim
-        self._layer = LayerStruct(*(product.weights for product in products), *norms, *sizes, *SILU)
+        self._layer = LayerStruct(
+            *(product.weights for product in products),
+            *norms,
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=config.num_heads,
+            key_heads=config.num_key_heads,
+            size=config.head_dim,
+            rotated=config.head_dim,
+            slope=SILU[0],
+            cubic=SILU[1],
+            residual=1.0,
+            is_gated=True,
+        )
         self._size, self._scaling = config.head_dim, config.head_dim**-0.5
         self._library = library
 
@@ -41,7 +53,7 @@ class CompiledLayer:
         if weight is None:
             return NO_NORM
         self._norms.append(weight.float().contiguous())
-        return NormStruct(address(self._norms[-1]), self.network.config.eps, rounds_first)
+        return NormStruct(address(self._norms[-1]), eps=self.network.config.eps, rounds_first=rounds_first)
 
     def __call__(
         self, residual: Tensor, heads: Tensor, rope: Tensor, where: Tensor, keys: Tensor, values: Tensor
@@ -76,5 +88,5 @@ def compiled_layer(network: HeadNetwork) -> CompiledLayer | None:
 
 
 def _fits(config: HeadConfig) -> bool:
-    wide = config.hidden_size % LANES == config.intermediate_size % LANES == config.head_dim % (4 * LANES) == 0
+    wide = config.hidden_size % LANES == config.intermediate_size % LANES == config.head_dim % (2 * LANES) == 0
     return wide and config.head_dim <= MAX_HEAD_SIZE and config.num_heads <= MAX_SHARED_HEADS * config.num_key_heads

@@ -13,9 +13,10 @@ from slipstream.models.cpu.compiled_layers import LayerStack, compiled_ops
 from slipstream.models.cpu.packed_linear import KernelLinear, PackedLinear
 from slipstream.models.decoder.around_layers import check_nothing_between
 from slipstream.models.decoder.attention import GROUPED, UngroupableError, repeats_of
-from slipstream.models.decoder.fused_layer import FusedLayer, UnknownLayerError, fused_layers
+from slipstream.models.decoder.families import plan_of
+from slipstream.models.decoder.fused_layer import FusedLayer, fused_layers
+from slipstream.models.decoder.plan import DecoderPlan, UnknownLayerError
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.declared_numbers import AROUND_LAYERS, OF_LAYERS, unimplemented
 from slipstream.models.hf.trials import OwnLogits, Trial, largest_error, tolerance
 from slipstream.models.notices import warn_slower
 
@@ -36,8 +37,8 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
     config = backend.model.config.get_text_config()
     if config._attn_implementation == GROUPED:
         return
-    repeats = repeats_of(config)
-    if config._attn_implementation != "sdpa":
+    repeats, is_capped = repeats_of(config), bool(getattr(config, "attn_logit_softcapping", None))
+    if config._attn_implementation not in ("sdpa", "eager" if is_capped else "sdpa"):  # "sdpa" knows no cap
         reason: str | None = f"its attention is {config._attn_implementation!r}"
     elif repeats is None:
         reason = "its heads are not laid out in groups"
@@ -50,6 +51,7 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
 def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str | None:
     """Turn grouped attention on; None if the logits stay the same, else it is off again and this is the reason."""
     config, reason = backend.model.config, "Slipstream's gives other logits"
+    own = config.get_text_config()._attn_implementation
 
     def turn_on() -> None:
         config._attn_implementation, backend.masks.repeats = GROUPED, repeats
@@ -59,7 +61,7 @@ def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str
             return None
     except (UngroupableError, RuntimeError) as error:  # some models' own code reshapes or adds to the mask
         reason = str(error)
-    config._attn_implementation, backend.masks.repeats = "sdpa", None
+    config._attn_implementation, backend.masks.repeats = own, None
     return reason
 
 
@@ -69,9 +71,8 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
         return []  # `group_queries` has warned of the reason
     own_logits = own_logits or OwnLogits(backend)
     try:
-        layers = fused_layers(backend.model, backend.masks.windows)
-        if number := unimplemented(backend.model.config.get_text_config(), OF_LAYERS | AROUND_LAYERS):
-            raise UnknownLayerError(f"its configuration has {number}")
+        plan = plan_of(backend.model.config.get_text_config(), backend.masks.windows)
+        layers = fused_layers(backend.model, plan)
         if "fused layers" not in own_logits.passed:
             trials = [Trial(layer.forward, forward) for layer, forward in layers]
             if largest_error(backend, layers, trials) > tolerance(backend.model):
@@ -83,13 +84,13 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
     for layer, forward in layers:
         layer.forward = forward
     if backend.device.type == "cpu":  # elsewhere forwards are captured as rectangles
-        _use_compiled_ops(backend, layers, own_logits)
+        _use_compiled_ops(backend, plan, layers, own_logits)
         backend.ragged = True
     return layers
 
 
 def _use_compiled_ops(
-    backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits
+    backend: HFBackend, plan: DecoderPlan, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits
 ) -> None:
     """Give these layers compiled ops if all have them and they compute the same from the same input."""
     compiled = [ops for ops in (compiled_ops(forward.plain) for _, forward in layers) if ops is not None]
@@ -106,22 +107,22 @@ def _use_compiled_ops(
         own_logits.passed.add("compiled layers")
     for (_, forward), ops in zip(layers, compiled, strict=True):
         forward.ops = ops
-    _use_stack(backend, layers, own_logits)
+    _use_stack(backend, plan, layers, own_logits)
     if all(ops.shape_independent for ops in compiled):
         own_logits.passed.add(TOKENS_INDEPENDENT)
     layers_are_independent = TOKENS_INDEPENDENT in own_logits.passed
     backend.shape_independent = layers_are_independent and _multiplies_tokens_independently(backend.model)
 
 
-def _use_stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits) -> None:
+def _use_stack(
+    backend: HFBackend, plan: DecoderPlan, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits
+) -> None:
     """Compute all layers in one call if that gives the logits of these layers, which were compared themselves."""
     model, trial = backend.model, "all layers in one call"
     try:
-        if number := unimplemented(model.config.get_text_config(), OF_LAYERS):
-            raise UnknownLayerError(f"its configuration has {number}")
         if trial not in own_logits.passed:
-            check_nothing_between(model, [layer for layer, _ in layers])
-        stack = LayerStack(model, [forward for _, forward in layers])
+            check_nothing_between(model, [layer for layer, _ in layers], plan)
+        stack = LayerStack(model, plan, [forward for _, forward in layers])
     except UnknownLayerError as error:
         log.info("%s calls its layers one by one: %s", type(model).__name__, error)
         return

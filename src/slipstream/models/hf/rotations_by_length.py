@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from slipstream.errors import UsageError
-from slipstream.models.hf.declared_numbers import thresholds
 from slipstream.models.hf.prepared_inputs import cache_name, prepared_name
+from slipstream.models.hf.thresholds import thresholds
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [B, W, D]
 PROBE = 4  # positions

@@ -30,7 +30,7 @@ from slipstream.models.cpu.processor import processor
 from slipstream.models.cpu.quantised_linear import rounded_activations
 from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.declared_numbers import thresholds
+from slipstream.models.hf.thresholds import thresholds
 from slipstream.models.loaded import LoadOptions
 
 START = 6  # tokens of the first of two forwards that a model is tried with

@@ -97,14 +97,24 @@ static __attribute__((noinline)) void gather_seen(int count, struct query *q, in
     }
 }
 
+/* Products with keys after the layer's cap: cap * tanh(x / cap). NaN stays NaN. */
+static floats capped(floats x, float cap) {
+    floats z = max_floats(all_floats(-86), min_floats(all_floats(88), multiply_floats(x, all_floats(2 / cap))));
+    floats rest = divide_floats(all_floats(2), add_floats(all_floats(1), exponential(z)));
+    return multiply_floats(all_floats(cap), subtract_floats(all_floats(1), rest));
+}
+
 /* Adds 32 positions, of which the first `there` exist, to the sums of some queries: products with keys, then weights,
  * then weighted values. */
 ALWAYS void attend_tile(const int count, struct query *q, int64_t start, int64_t there, int64_t size,
-                        const struct tile *tile, int all_finite, float scaling) {
+                        const struct tile *tile, int all_finite, float scaling, float cap) {
     floats sum[TOGETHER][2], by = all_floats(scaling);
     score(count, q, size, tile, sum);
-    for (int i = 0; i < count; i++)
-        update_softmax(q + i, start, size, multiply_floats(sum[i][0], by), multiply_floats(sum[i][1], by));
+    for (int i = 0; i < count; i++) {
+        floats left = multiply_floats(sum[i][0], by), right = multiply_floats(sum[i][1], by);
+        if (cap != 0) left = capped(left, cap), right = capped(right, cap);
+        update_softmax(q + i, start, size, left, right);
+    }
     if (all_finite || all_see(count, q, start, there))
         gather_values(count, q, there, size, tile);
     else
@@ -113,7 +123,7 @@ ALWAYS void attend_tile(const int count, struct query *q, int64_t start, int64_t
 
 /* Attention of all queries of a group over the positions from `first` to `last`. */
 static void attend_positions(struct query *group, int count, const uint16_t *keys, const uint16_t *values, int64_t size,
-                             float scaling, struct branch branch, int64_t first, int64_t last) {
+                             float scaling, float cap, struct branch branch, int64_t first, int64_t last) {
     struct tile tile;
     for (int64_t start = first / KEYS * KEYS; start <= last; start += KEYS) {
         int64_t there = last + 1 - start < KEYS ? last + 1 - start : KEYS;
@@ -121,10 +131,10 @@ static void attend_positions(struct query *group, int count, const uint16_t *key
         int all_finite = all_see(count, group, start, there) || values_are_finite(&tile, there, size);
         for (int i = 0; i < count; i += TOGETHER)
             switch (count - i) {
-                case 1: attend_tile(1, group + i, start, there, size, &tile, all_finite, scaling); break;
-                case 2: attend_tile(2, group + i, start, there, size, &tile, all_finite, scaling); break;
-                case 3: attend_tile(3, group + i, start, there, size, &tile, all_finite, scaling); break;
-                default: attend_tile(4, group + i, start, there, size, &tile, all_finite, scaling);
+                case 1: attend_tile(1, group + i, start, there, size, &tile, all_finite, scaling, cap); break;
+                case 2: attend_tile(2, group + i, start, there, size, &tile, all_finite, scaling, cap); break;
+                case 3: attend_tile(3, group + i, start, there, size, &tile, all_finite, scaling, cap); break;
+                default: attend_tile(4, group + i, start, there, size, &tile, all_finite, scaling, cap);
             }
     }
 }
@@ -214,8 +224,8 @@ static void attend_stretch(const struct attention *of, struct work *work, int64_
     }
     if (first < stretch * STRETCH) first = stretch * STRETCH;
     if (last >= (stretch + 1) * STRETCH) last = (stretch + 1) * STRETCH - 1;
-    attend_positions(work->queries, work->count, work->keys, work->values, size, of->cache->scaling, work->branch, first,
-                     last);
+    attend_positions(work->queries, work->count, work->keys, work->values, size, of->cache->scaling,
+                     of->layer->soft_cap, work->branch, first, last);
 }
 
 static void end_work(const struct attention *of, const struct group *group, int64_t head, const struct work *work) {

@@ -99,28 +99,34 @@ ALWAYS void score(const int count, const struct query *q, int64_t size, const st
     }
 }
 
-/* Adds 32 weighted values, 64 numbers of a head at a time. */
+/* Adds 32 weighted values, 16 * vectors numbers of a head from `part` on. */
+ALWAYS void gather_part(const int count, const int vectors, struct query *q, int64_t part, int64_t size,
+                        const struct tile *tile) {
+    floats sum[TOGETHER][4];
+    #pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < vectors; j++) sum[i][j] = _mm512_load_ps(q[i].out + part + j * 16);
+    for (int64_t pair = 0; pair < KEYS / 2; pair++) {
+        const uint16_t *from = tile->values + (pair * size + part) * 2;
+        #pragma GCC unroll 4
+        for (int i = 0; i < count; i++) {
+            __m512bh own = pair_at(q[i].weights + pair * 2);
+            #pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++)
+                sum[i][j] = _mm512_dpbf16_ps(sum[i][j], own, (__m512bh)_mm512_load_si512(from + j * 32));
+        }
+    }
+    #pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < vectors; j++) _mm512_store_ps(q[i].out + part + j * 16, sum[i][j]);
+}
+
+/* Adds 32 weighted values, 64 numbers of a head at a time, and at its end perhaps 32. */
 ALWAYS void gather_values(const int count, struct query *q, int64_t there, int64_t size, const struct tile *tile) {
     (void)there;
-    for (int64_t part = 0; part < size; part += 64) {
-        floats sum[TOGETHER][4];
-        #pragma GCC unroll 4
-        for (int i = 0; i < count; i++)
-            for (int j = 0; j < 4; j++) sum[i][j] = _mm512_load_ps(q[i].out + part + j * 16);
-        for (int64_t pair = 0; pair < KEYS / 2; pair++) {
-            const uint16_t *from = tile->values + (pair * size + part) * 2;
-            #pragma GCC unroll 4
-            for (int i = 0; i < count; i++) {
-                __m512bh own = pair_at(q[i].weights + pair * 2);
-                #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++)
-                    sum[i][j] = _mm512_dpbf16_ps(sum[i][j], own, (__m512bh)_mm512_load_si512(from + j * 32));
-            }
-        }
-        #pragma GCC unroll 4
-        for (int i = 0; i < count; i++)
-            for (int j = 0; j < 4; j++) _mm512_store_ps(q[i].out + part + j * 16, sum[i][j]);
-    }
+    int64_t part = 0;
+    for (; part + 64 <= size; part += 64) gather_part(count, 4, q, part, size, tile);
+    if (part < size) gather_part(count, 2, q, part, size, tile);
 }
 
 /* A head's result in its own order, rounded. Of 32 numbers unpacking left 0-3, 8-11, ... before 4-7, 12-15, ... */

@@ -4,7 +4,6 @@
 typedef uint16_t number;
 typedef struct layer layer_type;
 typedef struct kv_cache cache_type;
-typedef struct norm norm_type;
 #define NUMBERS_ARE_FLOATS 0
 #define LOWEST (-87)
 #define load_number load_bf16

@@ -11,6 +11,15 @@ struct entry {
 
 #define SIZE_OF(type) {"sizeof " #type, sizeof(struct type)}
 #define OFFSET(type, field) {#type "." #field, offsetof(struct type, field)}
+#define OFFSETS_OF_LAYER(type)                                                                                \
+    SIZE_OF(type), OFFSET(type, qkv), OFFSET(type, out), OFFSET(type, gate_up), OFFSET(type, down),           \
+        OFFSET(type, before_attention), OFFSET(type, queries), OFFSET(type, keys), OFFSET(type, after_attention), \
+        OFFSET(type, before_feed_forward), OFFSET(type, after_feed_forward), OFFSET(type, hidden),            \
+        OFFSET(type, inner), OFFSET(type, heads), OFFSET(type, key_heads), OFFSET(type, size),                \
+        OFFSET(type, rotated), OFFSET(type, slope), OFFSET(type, cubic), OFFSET(type, residual),              \
+        OFFSET(type, soft_cap), OFFSET(type, rotates_pairs), OFFSET(type, grows_queries),                     \
+        OFFSET(type, norms_all_heads),                                                                        \
+        OFFSET(type, is_gated), OFFSET(type, is_parallel)
 #define CONSTANT(name) {#name, name}
 #define TYPE(name, number, size, bytes, panel) \
     CONSTANT(name), {#name ".number", number}, {#name ".size", size}, {#name ".bytes", bytes},
@@ -20,12 +29,10 @@ const struct entry layout[] = {
     SIZE_OF(linear), OFFSET(linear, format), OFFSET(linear, inputs), OFFSET(linear, outputs), OFFSET(linear, data),
     OFFSET(linear, tables), OFFSET(linear, offsets), OFFSET(linear, exceptions), OFFSET(linear, bias),
 
-    SIZE_OF(norm), OFFSET(norm, weight), OFFSET(norm, eps), OFFSET(norm, rounds_first),
+    SIZE_OF(norm), OFFSET(norm, weight), OFFSET(norm, bias), OFFSET(norm, eps), OFFSET(norm, rounds_first),
+    OFFSET(norm, is_centred),
 
-    SIZE_OF(layer), OFFSET(layer, qkv), OFFSET(layer, out), OFFSET(layer, gate_up), OFFSET(layer, down),
-    OFFSET(layer, before_attention), OFFSET(layer, queries), OFFSET(layer, keys), OFFSET(layer, after_attention),
-    OFFSET(layer, before_feed_forward), OFFSET(layer, after_feed_forward), OFFSET(layer, hidden), OFFSET(layer, inner),
-    OFFSET(layer, heads), OFFSET(layer, key_heads), OFFSET(layer, size), OFFSET(layer, slope), OFFSET(layer, cubic),
+    OFFSETS_OF_LAYER(layer),
 
     SIZE_OF(kv_cache), OFFSET(kv_cache, keys), OFFSET(kv_cache, values), OFFSET(kv_cache, length),
     OFFSET(kv_cache, window), OFFSET(kv_cache, scaling), OFFSET(kv_cache, slots), OFFSET(kv_cache, positions),
@@ -53,14 +60,7 @@ const struct entry layout[] = {
     SIZE_OF(block_linear), OFFSET(block_linear, inputs), OFFSET(block_linear, outputs),
     OFFSET(block_linear, num_parts), OFFSET(block_linear, parts), OFFSET(block_linear, bias),
 
-    SIZE_OF(float_norm), OFFSET(float_norm, weight), OFFSET(float_norm, eps),
-
-    SIZE_OF(float_layer), OFFSET(float_layer, qkv), OFFSET(float_layer, out), OFFSET(float_layer, gate_up),
-    OFFSET(float_layer, down), OFFSET(float_layer, before_attention), OFFSET(float_layer, queries),
-    OFFSET(float_layer, keys), OFFSET(float_layer, after_attention), OFFSET(float_layer, before_feed_forward),
-    OFFSET(float_layer, after_feed_forward), OFFSET(float_layer, hidden), OFFSET(float_layer, inner),
-    OFFSET(float_layer, heads), OFFSET(float_layer, key_heads), OFFSET(float_layer, size),
-    OFFSET(float_layer, planes), OFFSET(float_layer, slope), OFFSET(float_layer, cubic),
+    OFFSETS_OF_LAYER(float_layer), OFFSET(float_layer, planes),
 
     CONSTANT(LANES), CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(QUAD), CONSTANT(GROUP), CONSTANT(TWELVE_BITS), CONSTANT(SPACE),
     CONSTANT(MAX_HEAD_SIZE), CONSTANT(MAX_SHARED_HEADS), CONSTANT(MAX_STATE), CONSTANT(MAX_TAPS),

@@ -30,21 +30,27 @@ struct linear {
     const uint16_t *bias;
 };
 
-/* Root mean square norm. weight: [size], NULL if there is no norm. rounds_first: whether it rounds to bfloat16 before
- * it multiplies by the weight, too. */
+/* A norm. weight: [size], NULL if there is no norm; bias: [size] or NULL. is_centred: LayerNorm, which subtracts the mean;
+ * else root mean square norm. rounds_first: of a bfloat16 layer, whether it rounds before it multiplies by the weight,
+ * too. */
 struct norm {
-    const float *weight;
+    const float *weight, *bias;
     float eps;
-    int rounds_first;
+    int32_t rounds_first, is_centred;
 };
 
-/* heads: query heads; key_heads each of keys and values follow them. The gate's activation is
+/* The numbers and switches of a layer; see `LayerPlan` of plan.py. heads: query heads; key_heads each of keys and values
+ * follow them. rotated: how many of the numbers of a head are. The gate's activation is
  * x / (1 + exp(-(slope * x + cubic * x^3))): SiLU, or GELU by its tanh formula. */
+#define LAYER_NUMBERS                                                                                   \
+    int64_t hidden, inner, heads, key_heads, size, rotated;                                             \
+    float slope, cubic, residual, soft_cap;                                                             \
+    int32_t rotates_pairs, grows_queries, norms_all_heads, is_gated, is_parallel
+
 struct layer {
     struct linear qkv, out, gate_up, down;
     struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
-    int64_t hidden, inner, heads, key_heads, size;
-    float slope, cubic;
+    LAYER_NUMBERS;
 };
 
 /* A layer's keys and values [slots][key_heads][length][size], and the slots, positions and places of the forward's
@@ -146,17 +152,10 @@ struct block_linear {
     const float *bias;
 };
 
-/* Root mean square norm. weight: [size], NULL if there is no norm. */
-struct float_norm {
-    const float *weight;
-    float eps;
-};
-
-/* heads: query heads; key_heads each of keys and values follow them. The gate's activation is
- * x / (1 + exp(-(slope * x + cubic * x^3))). planes: of activations, 1 (int8) or 2 (int15). */
+/* planes: of activations, 1 (int8) or 2 (int15). */
 struct float_layer {
     struct block_linear qkv, out, gate_up, down;
-    struct float_norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
-    int64_t hidden, inner, heads, key_heads, size, planes;
-    float slope, cubic;
+    struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
+    int64_t planes;
+    LAYER_NUMBERS;
 };

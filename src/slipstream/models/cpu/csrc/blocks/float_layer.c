@@ -4,14 +4,13 @@
 typedef float number;
 typedef struct float_layer layer_type;
 typedef struct kv_cache cache_type;
-typedef struct float_norm norm_type;
 #define NUMBERS_ARE_FLOATS 1
 #define LOWEST (-86)
 #define load_number load_floats
 #define store_number store_floats
 
 static inline floats round_number(floats x) { return x; }
-static inline int rounds_first(const struct float_norm *norm) { return (void)norm, 0; }
+static inline int rounds_first(const struct norm *norm) { return (void)norm, 0; }
 
 static void multiply_by(const struct float_layer *layer, const struct block_linear *w, const float *x, int64_t tokens,
                         float *out, float *space) {

@@ -1,0 +1,24 @@
+"""Positions from which on a model may compute something else, by the numbers in its configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+THRESHOLDS = re.compile(r"max_position|max_seq|n_positions|max_sequence|chunk|window(?!_layers)")
+
+
+def thresholds(config: Any, end: int) -> list[int]:
+    """Positions below `end` from which on a text configuration may change what is computed, and `end`, ascending."""
+    named = {value for name, value in _fields(config.to_dict()) if THRESHOLDS.search(name) and type(value) is int}
+    return sorted({value for value in named if 0 < value < end} | {end})
+
+
+def _fields(values: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """All fields, including those of nested dictionaries."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _fields(value)
+        else:
+            yield str(name), value

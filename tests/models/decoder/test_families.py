@@ -1,0 +1,184 @@
+"""The plan of each family computes what transformers' model does, all layers in one call, in bfloat16 and in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.decoder.families import FAMILIES, plan_of
+from slipstream.models.decoder.plan import UnknownLayerError
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.trials import difference
+from slipstream.models.load import load
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.notices import warn_slower
+from slipstream.models.plain_models import load_unpacked
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WINDOW, THETA = {"sliding_window": 24}, {"rope_type": "default", "rope_theta": 1e4}
+CAPS = {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
+KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+MULTIPLIERS = {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.3}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": WINDOW,
+    "ministral": WINDOW | KINDS,
+    "ministral3": {
+        "rope_parameters": THETA | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4},
+    },
+    "qwen2": {},
+    "qwen3": {},
+    "seed_oss": {},
+    "cwm": WINDOW | KINDS,
+    "gemma": {},
+    "gemma2": WINDOW | KINDS | CAPS,
+    "gemma3_text": WINDOW | KINDS | {"query_pre_attn_scalar": 32, "final_logit_softcapping": 4.0},
+    "phi3": {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "olmo2": {},
+    "olmo3": WINDOW | KINDS,
+    "exaone4": WINDOW | KINDS,
+    "glm": {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
+    "glm4": {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
+    "granite": MULTIPLIERS | {"attention_multiplier": 0.2},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": WINDOW | KINDS | {"logit_scale": 0.3},
+    "ernie4_5": {},
+    "starcoder2": WINDOW | {"hidden_act": "gelu_pytorch_tanh"},
+}
+PROMPT = [5, 9, 5, 9, 5, 9, 70, 71, 5, 9]
+IDS = torch.randint(3, 320, (1, 60), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a family's tiny model in bfloat16, whose norms and biases are random, too."""
+
+    @cache
+    def folder(name: str) -> str:
+        path = tmp_path_factory.mktemp(name)
+        config = transformers.AutoConfig.for_model(name, **SHAPE | CONFIGS[name])
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(1)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter += 0.3 * torch.randn_like(parameter)
+        model.bfloat16().save_pretrained(path)
+        return str(path)
+
+    return folder
+
+
+@torch.inference_mode()
+def own_logits(folder: str, dtype: str, rounding: str = "none") -> Tensor:
+    """Of transformers' own forward."""
+    logits: Tensor = load_unpacked(folder, LoadOptions(dtype, rounding=rounding))(input_ids=IDS).logits
+    return logits.float()
+
+
+def logits_of(backend: Any) -> Tensor:
+    """Of a prompt; each token must have the bits that it has alone."""
+    assert isinstance(backend, HFBackend) and backend.stack is not None and backend.shape_independent
+    backend.reserve(2, 64)
+    whole = backend.forward(IDS, [0], first_slot=0, logits=True)
+    backend.forward(IDS[:, :50], [0], first_slot=1, logits=False)
+    for i in range(50, 54):
+        assert torch.equal(backend.forward(IDS[:, i : i + 1], [i], first_slot=1, logits=True)[0, 0], whole[0, i])
+    return whole.float()
+
+
+def test_every_family_is_tried() -> None:
+    assert set(CONFIGS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bfloat16_layers_are_as_near_to_the_model_as_transformers_own(
+    name: str, folder_of: Callable[[str], str]
+) -> None:
+    folder = folder_of(name)
+    exact, own = own_logits(folder, "float32"), own_logits(folder, "bfloat16")
+    logits = logits_of(load(folder, LoadOptions()).backend)
+    assert difference(logits, exact) <= 1.2 * difference(own, exact) < 0.05
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_in_blocks_compute_the_rounded_weights(name: str, folder_of: Callable[[str], str]) -> None:
+    folder = folder_of(name)
+    logits = logits_of(load(folder, LoadOptions(activations="int15", rounding="int4")).backend)
+    assert difference(logits, own_logits(folder, "float32", "int4")) <= 0.01
+
+
+@pytest.mark.parametrize("quantize", ["none", "int4"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_texts_are_the_same_with_drafts(name: str, quantize: str, folder_of: Callable[[str], str]) -> None:
+    decoder = SpeculativeDecoder(folder_of(name), quantize=quantize, drafter="none")
+    params = SamplingParams(max_tokens=40)
+    plain = decoder.generate(PROMPT, params).token_ids
+    assert decoder.using("ngram", num_draft_tokens=5).generate(PROMPT, params).token_ids == plain
+
+
+CHANGES: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
+    ("llama", {"residual_multiplier": 0.22}, "residual_multiplier=0.22"),
+    ("llama", {"head_sizes": [8, 16, 8, 16]}, "head_sizes="),
+    ("mistral", {"rope_parameters": THETA | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1"),
+    ("llama", {"hidden_act": "relu"}, "the activation 'relu'"),
+    ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layers of chunked_attention"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "reason"), CHANGES)
+def test_there_is_no_plan_for_what_is_unknown(name: str, change: dict[str, Any], reason: str) -> None:
+    config = transformers.AutoConfig.for_model(name, **SHAPE | CONFIGS[name])
+    plan_of(config, [None] * 4)
+    for field, value in change.items():
+        setattr(config, field, value)
+    with pytest.raises(UnknownLayerError, match=reason):
+        plan_of(config, [None] * 4)
+
+
+@pytest.mark.parametrize("field", ["model_max_length", "unsloth_version", "is_llama_config", "transformers.js_config"])
+def test_fields_that_no_model_reads_do_no_harm(field: str) -> None:
+    values = {"model_max_length": 2048, "unsloth_version": "2024.9", "transformers.js_config": {"dtype": "q4"}}
+    config = transformers.AutoConfig.for_model("llama", **SHAPE, **{field: values.get(field, True)})
+    assert plan_of(config, [None] * 4) == plan_of(transformers.AutoConfig.for_model("llama", **SHAPE), [None] * 4)
+
+
+def test_a_model_without_a_plan_keeps_its_own_forward_and_one_line_says_why(
+    folder_of: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_slower.cache_clear()
+    model = load_unpacked(folder_of("llama"), LoadOptions("bfloat16"))
+    model.config.attention_gain = 3.0
+    model.save_pretrained(tmp_path)
+    loaded: Any = load(str(tmp_path), LoadOptions())
+    assert loaded.backend.stack is None
+    (message,) = [record.message for record in caplog.records if "own forward" in record.message]
+    assert message.endswith("keeps its layers' own forward: its configuration has attention_gain=3.0")
