@@ -652,7 +652,7 @@ CASES: dict[str, Case] = {
     "qwen35": Case("qwen3_5_text", DELTA_NET, delta_net_keys, delta_net, rounded=("A_log",), dense=False),
     "qwen35moe": Case(
         "qwen3_5_moe_text",
-        DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 64},
+        DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 64, "intermediate_size": None},
         lambda config: (
             delta_net_keys(config) | {"expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 64}
         ),

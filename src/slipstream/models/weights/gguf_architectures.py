@@ -177,6 +177,10 @@ def _experts_interleaved(settings: Settings, numbers: Sequence[Tensor]) -> Tenso
     return gate_up.mT if gate_up.dim() == 3 else gate_up
 
 
+def _flat(settings: Settings, numbers: Sequence[Tensor]) -> Tensor:
+    return _one(numbers).flatten()
+
+
 def _transposed(settings: Settings, numbers: Sequence[Tensor]) -> Tensor:
     return _one(numbers).mT
 
@@ -295,10 +299,9 @@ def _gemma2(metadata: Metadata, settings: Settings) -> None:
 def _gemma3(metadata: Metadata, settings: Settings) -> None:
     window = metadata.value("attention.sliding_window", int, 0)
     _windows(metadata, settings, 6)
-    if window:
-        settings["sliding_window"] = window
-    else:
+    if not window:
         _no_windows(settings)
+    settings["sliding_window"] = window or settings["max_position_embeddings"]  # transformers demands one
     softcap = metadata.value("final_logit_softcapping", float, 0.0)
     settings["final_logit_softcapping"] = softcap or None
     is_27b = settings["num_hidden_layers"] == 62
@@ -898,7 +901,7 @@ ARCHITECTURES = {
             "mamba.dt_bias": "ssm_dt.bias",
             "mamba.A_log": Source(("ssm_a",), change=_logarithm),
             "mamba.D": "ssm_d",
-            "mamba.norm": "ssm_norm",
+            "mamba.norm": Source(("ssm_norm",), change=_flat),
             "mamba.out_proj": "ssm_out",
         },
         SILU | {"mamba_proj_bias": False},

@@ -20,6 +20,7 @@ REQUIRED = object()  # the default of a value without which llama.cpp refuses a 
 FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 KIND_NAMES = {int: "a whole number from 0", float: "a finite number", bool: "true or false"}
+PARTS = ("vision", "audio", "mm")  # towers of images and sounds, with which no text is read
 # of every architecture: what changes no logits, or is written for all and applies to some
 HARMLESS = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
 
@@ -87,7 +88,9 @@ class Metadata:
     def check_all_known(self) -> None:
         """Refuse a file with metadata of its architecture that nothing has read: they may change what is computed."""
         known = {self._prefix + name for name in self._known}
-        others = [key for key in self.header.values if key.startswith(self._prefix) and key not in known]
+        parts = tuple(f"{self._prefix}{part}." for part in PARTS)
+        others = [key for key in self.header.values.keys() - known if key.startswith(self._prefix)]
+        others = sorted(key for key in others if not key.startswith(parts))
         if others:
             raise self.header.wrong(
                 f"its metadata have {others[0]}, which is not read yet and may change what is computed",

@@ -10,6 +10,7 @@ import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from math import prod
 from threading import Lock
 from types import TracebackType
 from typing import Any, cast
@@ -127,7 +128,7 @@ class RowReader:
 
     def rows(self, entry: TensorEntry, first: int, last: int) -> Any:
         """[last - first, bytes] uint8."""
-        row_bytes = cast(int, entry.row_bytes)
+        row_bytes = entry.num_bytes // prod(entry.shape[:-1])
         size = (last - first) * row_bytes
         if len(self._space) < size:
             self._space = bytearray(size)
@@ -267,7 +268,7 @@ class GGUFTensors:
 
     def _numbers(self, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
         """A whole tensor, unpacked some rows at a time."""
-        rows = int(numpy.prod(entry.shape[:-1]))
+        rows = prod(entry.shape[:-1])
         matrix = TensorEntry(entry.name, entry.kind, (rows, entry.shape[-1]), entry.start, entry.file)
         numbers, step = torch.empty(matrix.shape, dtype=dtype), max(1, UNPACKED // max(entry.shape[-1], 1))
         for first in range(0, rows, step):
