@@ -98,7 +98,13 @@ def write_model(
     writer.add_key_length(64)
     writer.add_value_length(64)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    if name == "gemma3":
+        writer.add_rope_freq_base(1_000_000.0)
+        writer.add_rope_freq_base_swa(10000.0)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    else:
+        writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     (tokenizer or _add_tokenizer)(writer)
     more(writer)

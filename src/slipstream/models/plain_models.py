@@ -118,7 +118,8 @@ def _dequantised(source: str, device: str) -> tuple[str, Any]:
 
     header = read_header(Path(source).expanduser())
     header.check_model()
-    return str(described(header)), dequantised(header.file, torch.float32).to(device_named(device))
+    folder = described(header)
+    return str(folder), dequantised(header, folder, torch.float32).to(device_named(device))
 
 
 def _read_ahead(folder: Path) -> None:

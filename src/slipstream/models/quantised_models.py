@@ -25,7 +25,9 @@ from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.hf.block_model import check_kernels, empty_model, fill, is_mixture
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.adapters import adapter_at
-from slipstream.models.weights.gguf_configuration import described, scale_positions, unreadable_gguf
+from slipstream.models.weights.gguf_architectures import settings_of
+from slipstream.models.weights.gguf_configuration import described, described_configuration, unreadable_gguf
+from slipstream.models.weights.gguf_conversion import check_memory
 from slipstream.models.weights.gguf_file import GGUFHeader, read_header
 from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind
 from slipstream.models.weights.model_files import is_gguf, not_loaded
@@ -154,30 +156,27 @@ class GGUFFile:
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         header = read_header(self.file)
         header.check_model()
-        check_kernels()
-        kinds = {check_kind(entry).name for entry in header.tensors.values() if len(entry.shape) > 1}
-        if kinds == {"BF16"}:  # unpacked weights are compressed to 12 bits
-            raise NotInBlocksError("its matrices are bfloat16 numbers, not blocks", rounds=False)
-        with PackedAhead(header, block_kernels()) as ahead:
-            folder = described(header)
-            return str(folder), self._filled(header, folder, activations, ahead)
+        settings_of(header)  # refuses what is not read, before anything large is
+        try:
+            check_kernels()
+            kinds = {check_kind(entry).name for entry in header.tensors.values() if len(entry.shape) > 1}
+            if kinds == {"BF16"}:  # unpacked weights are compressed to 12 bits
+                raise NotInBlocksError("its matrices are bfloat16 numbers, not blocks", rounds=False)
+            with PackedAhead(header, block_kernels()) as ahead:
+                folder = described(header)
+                return str(folder), self._filled(header, folder, activations, ahead)
+        except NotInBlocksError as error:
+            check_memory(header, torch.bfloat16, str(error))
+            raise
 
     def unpacked(self, options: LoadOptions) -> None:
         """`load_model` converts the file."""
 
     def _filled(self, header: GGUFHeader, folder: Path, activations: str, ahead: PackedAhead) -> Any:
-        """The model of the configuration in `folder`; see `block_model.fill`."""
-
-        def config() -> Any:
-            from transformers import AutoConfig
-
-            hf_config = AutoConfig.from_pretrained(folder)
-            hf_config.tie_word_embeddings = "output.weight" not in header.tensors
-            scale_positions(hf_config, header)
-            return hf_config
-
-        model = empty_model(config, lambda error: unreadable_gguf(header.file, error))
-        tensors = GGUFTensors(header, model, ahead)
+        """The model that `folder` describes; see `block_model.fill`."""
+        config = described_configuration(header, folder)
+        model = empty_model(lambda: config, lambda error: unreadable_gguf(header.file, error))
+        tensors = GGUFTensors(header, ahead)
         filled = fill(model, tensors, activations)
         tensors.check_unused()
         return filled

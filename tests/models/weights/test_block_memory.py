@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
-import pytest
-import torch
-
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.backend_capabilities import Releasing
 from slipstream.models.cpu.huge_pages import ALIGNED, CHUNK, HugePages
-from slipstream.models.cpu.kernel_libraries import block_kernels
-from slipstream.models.weights import gguf_tensors
-from slipstream.models.weights.gguf_configuration import described
-from slipstream.models.weights.gguf_file import read_header
-from slipstream.models.weights.gguf_tensors import PackedAhead
-from tests.support.gguf_files import write_model
 from tests.support.tiny_models import fresh, tokenizer
 
 
@@ -45,30 +33,3 @@ def test_a_new_decoder_holds_no_cache_and_a_released_one_generates_the_same_text
     decoder.forget()
     backend.release()
     assert decoder.generate([5, 6, 7], params).token_ids == first
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3"])
-def test_tensor_names_are_those_that_transformers_maps(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
-    file = tmp_path / f"{name}.gguf"
-    write_model(file, name)
-    header = read_header(file)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(described(header)))
-    calls: list[str] = []
-    map_names = reader.get_gguf_hf_weights_map
-    monkeypatch.setattr(reader, "get_gguf_hf_weights_map", lambda *a, **k: calls.append("") or map_names(*a, **k))
-    with PackedAhead(header, block_kernels()) as ahead:
-        tensors = gguf_tensors.GGUFTensors(header, model, ahead)
-    num_calls = len(calls)
-    expected = {theirs: ours for ours, theirs in map_names(model, tensors._processor).items()}
-    assert {key: tensors._names[key] for key in model.state_dict()} == {k: expected[k] for k in model.state_dict()}
-    assert num_calls <= 8 < len(calls)  # transformers maps names once per module

@@ -170,10 +170,9 @@ def test_a_big_endian_file_is_refused_as_such(version: int, folder: Path, tmp_pa
         ("llama.block_count", 1 << 31, "llama.block_count is 2,147,483,648; allowed: 1 to 2, by the file's tensors$"),
         ("llama.block_count", 0, "llama.block_count is 0; allowed: 1 to 2"),
         ("llama.vocab_size", 1 << 31, "llama.vocab_size is 2,147,483,648; allowed: 1 to 512"),
-        ("llama.vocab_size", 250, r"Padding_idx must be within num_embeddings"),
         ("llama.embedding_length", 1 << 31, "llama.embedding_length is 2,147,483,648; allowed: 1 to 512"),
         ("llama.feed_forward_length", 1 << 31, "llama.feed_forward_length is 2,147,483,648; allowed: 0 to 512"),
-        ("llama.attention.head_count_kv", 250, "describe 17,566,976 weights; allowed: up to those of its tensors"),
+        ("llama.attention.head_count_kv", 250, r"'blk.0.attn_k.weight' is \[128, 256\]; allowed: \[16000, 256\]"),
         ("llama.rope.dimension_count", 1 << 31, "llama.rope.dimension_count is 2,147,483,648; allowed: 0 to 512"),
     ],
 )
@@ -181,7 +180,7 @@ def test_metadata_that_the_tensors_contradict_is_refused(
     name: str, value: int, message: str, folder: Path, tmp_path: Path
 ) -> None:
     file = changed(folder / "whole.gguf", tmp_path, name, struct.pack("<I", value))
-    check_refusal(file, message, LOADINGS[1:] if "describe" in message else LOADINGS)
+    check_refusal(file, message)
 
 
 def test_special_tokens_outside_the_vocabulary_are_ignored(folder: Path, tmp_path: Path) -> None:

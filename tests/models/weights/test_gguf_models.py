@@ -7,7 +7,6 @@ import random
 import shutil
 import struct
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models import quantised_models
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
 from slipstream.models.cpu.compiled_layers import BlockLayerOps
 from slipstream.models.cpu.processor import NEEDED, processor
@@ -29,8 +27,6 @@ from slipstream.models.draft_vocabulary import RestrictedHead
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_model
-from slipstream.models.weights.gguf_configuration import scale_positions
-from slipstream.models.weights.gguf_conversion import convert
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_files import TOKENS, write_model
 from tests.support.quantised_files import kl
@@ -72,14 +68,11 @@ def test_logits_are_those_of_the_files_weights(form: tuple[str, bool], files: di
     assert kl(expected, expected.roll(1, 1)) > 0.01  # negative control: logits of other tokens are far off
 
 
-def test_logits_are_right_with_head_norms_windows_and_scaled_embeddings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Checked with Gemma 3, whose tokenizer is not needed."""
+def test_logits_are_right_with_head_norms_windows_and_scaled_embeddings(tmp_path: Path) -> None:
+    """Checked with Gemma 3."""
     kinds = {"": "Q8_0", "ffn_down": "Q5_1", "attn_k": "Q4_1"}
-    reference = write_model(tmp_path / "gemma.gguf", "gemma3", kinds, tie_word_embeddings=True, num_hidden_layers=3)
-    reference.config.save_pretrained(tmp_path / "description")
-    monkeypatch.setattr(quantised_models, "described", lambda header: tmp_path / "description")
+    shape = {"tie_word_embeddings": True, "num_hidden_layers": 3, "query_pre_attn_scalar": 64}
+    reference = write_model(tmp_path / "gemma.gguf", "gemma3", kinds, **shape)
     loaded = load(str(tmp_path / "gemma.gguf"), LoadOptions(activations="int15"))
     assert loaded.backend.shape_independent  # whole layers are compiled
     ids = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
@@ -191,26 +184,6 @@ def test_other_precisions_and_fast_false_unpack_the_file(files: dict[tuple[str, 
     for options in (LoadOptions("bfloat16"), LoadOptions(fast=False)):
         loaded = load(file, options)
         assert not block_linears(loaded.model) and loaded.model.dtype == torch.bfloat16 and not loaded.arithmetic
-
-
-def test_a_conversion_parses_the_file_and_maps_the_names_once(
-    files: dict[tuple[str, bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = Counter[str]()
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            calls[name] += 1
-            return function(*args)
-
-        return call
-
-    for name in ("GGUFReader", "get_tensor_name_map"):
-        monkeypatch.setattr(gguf, name, counted(name, getattr(gguf, name)))
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
-    convert(files["llama", True], tmp_path / "converted")
-    assert calls == {"GGUFReader": 1, "get_tensor_name_map": 1}
-    assert before == (gguf.GGUFReader, gguf.get_tensor_name_map)
 
 
 def test_activations_is_refused_for_models_without_blocks(files: dict[tuple[str, bool], Path]) -> None:
@@ -380,9 +353,12 @@ def test_unknown_scalings_of_positions_are_refused(tmp_path: Path) -> None:
         [
             (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "allowed: types none, linear"),
             (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), r"rope.scaling.factor is None"),
-            (factors("rope_factors_long.weight", 1, 2), "has tensor 'rope_factors_long.weight'; allowed: rope_freqs"),
+            (
+                factors("rope_factors_long.weight", 1, 2),
+                "it has one of 'rope_factors_long.weight' and .*; allowed: both",
+            ),
             (factors("rope_freqs.weight", *range(1, 33)), "holds other factors than Llama 3's"),
-            (factors("rope_freqs.weight", *[0.5] * 32), r"holds numbers from 0.5; allowed: finite numbers from 1"),
+            (factors("rope_freqs.weight", *[0.5] * 32), r"holds numbers from 0.5; allowed: numbers from 1"),
         ]
     ):
         file = tmp_path / f"{number}.gguf"
@@ -424,14 +400,3 @@ def test_a_header_that_counts_more_than_the_file_holds_is_refused_as_truncated(
     (tmp_path / "huge.gguf").write_bytes(content.replace(types, struct.pack("<IIQ", 9, 12, 1 << 62)))
     with pytest.raises(SlipstreamError, match=r"is truncated: .* it ends in its header"):
         read_header(tmp_path / "huge.gguf")
-
-
-def test_scaling_that_a_configuration_cannot_hold_is_refused(tmp_path: Path) -> None:
-    config = LlamaConfig()
-    config.rope_parameters = None
-    write_model(tmp_path / "plain.gguf")
-    scale_positions(config, read_header(tmp_path / "plain.gguf"))
-    for kind in SCALED:
-        write_model(tmp_path / f"{kind}.gguf", more=add_scaling(kind))
-        with pytest.raises(SlipstreamError, match="scales rotary positions; allowed: no scaling"):
-            scale_positions(config, read_header(tmp_path / f"{kind}.gguf"))

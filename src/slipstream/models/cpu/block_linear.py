@@ -52,6 +52,7 @@ class BlockPart:
         """
         self.block, self.library = block, library
         self.outputs, self.inputs = shape
+        self.inputs_from: Tensor | None = None  # [inputs] which of a layer's inputs each is; None: in order
         self._panel_bytes: int = library.panel_bytes(block.code, self.inputs)
         self.data = (memory or HugePages()).zeros(-(-self.outputs // LANES) * self._panel_bytes)
         if read is None:
@@ -129,7 +130,8 @@ class BlockLinear(nn.Module):
         """x: [..., in_features] float32 -> [..., out_features]."""
         if x.dtype != torch.float32 or x.shape[-1] != self.in_features:
             raise ValueError(f"x: {x.dtype} [..., {x.shape[-1]}]; allowed: float32 [..., {self.in_features}]")
-        rows = x.contiguous()
+        order = self.parts[0].inputs_from
+        rows = x.contiguous() if order is None else x[..., order]
         out = rows.new_empty(*x.shape[:-1], self.out_features)
         tokens, planes, weights = rows.numel() // self.in_features, self.planes, ctypes.byref(self.weights)
         space = torch.empty(self._library.activation_bytes(self.in_features, tokens, planes), dtype=torch.uint8)

@@ -100,13 +100,17 @@ class _Builder:
         self._parts: dict[str, BlockPart] = {}
 
     def fill_others(self) -> None:
-        """Fill norms and whatever else is neither a linear layer nor an embedding."""
+        """Fill norms, saved buffers, and whatever else is neither a linear layer nor an embedding."""
         for name, module in self._model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 continue
             for key, parameter in list(module.named_parameters(recurse=False)):
                 values = self._tensors.values(f"{name}.{key}", tuple(parameter.shape))
                 setattr(module, key, nn.Parameter(values, requires_grad=False))
+            for key, buffer in list(module.named_buffers(recurse=False)):
+                if key not in module._non_persistent_buffers_set:
+                    values = self._tensors.values(f"{name}.{key}", tuple(buffer.shape))
+                    module._buffers[key] = values.to(buffer.dtype)
 
     def replace_embeddings(self) -> None:
         """Replace all embeddings by tables whose rows are unpacked when they are looked up."""

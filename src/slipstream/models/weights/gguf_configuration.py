@@ -1,12 +1,9 @@
 """The configuration and the tokenizer of a GGUF file, kept in the cache folder.
 
-For a large vocabulary transformers' reader takes half a minute and a gigabyte, so it runs in a process of its own then.
+For a large vocabulary of SentencePiece, transformers' reader takes half a minute and a gigabyte, so it runs in a
+process of its own then.
 
     python -m slipstream.models.weights.gguf_configuration FILE FOLDER
-
-That reader leaves out how a file scales rotary positions. Linear and YaRN scaling (Peng et al. 2023, section 3) are in
-the metadata. Files of Llama 3.1 and later have a tensor of what each frequency is divided by; the settings that it was
-made from are recovered. Any other scaling is refused: without it the model would be wrong at every position.
 """
 
 from __future__ import annotations
@@ -17,32 +14,43 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from math import isfinite, pi
 from pathlib import Path
 from typing import Any
-
-import numpy
 
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cache_folder import cache_folder, writable
 from slipstream.models.notices import announce
-from slipstream.models.weights.gguf_file import GGUFHeader, in_one_file, read_header
-from slipstream.models.weights.gguf_tokenizer import check_split, read_text_side
+from slipstream.models.weights.gguf_architectures import architecture_of, settings_of
+from slipstream.models.weights.gguf_file import GGUFHeader, read_header
+from slipstream.models.weights.gguf_tokenizer import check_split, read_tokenizer, with_tokens
 from slipstream.models.weights.model_files import CONVERSION, VERSION, is_converted
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
 
-FACTORS = "rope_freqs.weight"
-OTHER_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-SCALING_KEYS = {"type", "factor", "original_context_length", "finetuned"}
-PACKAGES = ("gguf", "accelerate")  # that transformers' reader of GGUF files needs
+PACKAGES = ("gguf",)  # that unpack blocks without kernels, and read SentencePiece vocabularies
 LARGE = 1 << 20  # bytes of a header that is read in a process of its own
+
+
+def configuration(header: GGUFHeader) -> Any:
+    """transformers' configuration of a file's model, without the tokens that its tokenizer names."""
+    from transformers import AutoConfig
+
+    if header.tensors:
+        settings = settings_of(header)
+    else:  # a vocabulary alone
+        vocabulary = {"vocab_size": len(header.array("tokenizer.ggml.tokens"))}
+        settings = {"model_type": architecture_of(header).model_type} | vocabulary
+    try:
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    except READER_ERRORS as error:
+        raise unreadable_gguf(header.file, error) from error
 
 
 def described(header: GGUFHeader) -> Path:
     """The folder with the configuration and the tokenizer of a file; written once."""
+    if header.tensors:
+        settings_of(header)  # refuses what is not read
     check_split(header)
     folder = cache_folder() / "gguf" / f"{header.stem}-{header.digest}"
     if is_converted(folder):
@@ -58,15 +66,27 @@ def described(header: GGUFHeader) -> Path:
 
 def describe(header: GGUFHeader, folder: Path) -> None:
     """Write the configuration and the tokenizer of a file into a folder."""
-    with in_one_file(header, weights=False) as file:
-        try:
-            with quietly():
-                config, tokenizer = read_text_side(header, file)
-        except READER_ERRORS as error:
-            raise unreadable_gguf(header.file, error) from error
+    config = configuration(header)
+    try:
+        with quietly():
+            tokenizer = read_tokenizer(header)
+            config = with_tokens(config, header, tokenizer)
+    except READER_ERRORS as error:
+        raise unreadable_gguf(header.file, error) from error
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
+
+
+def described_configuration(header: GGUFHeader, folder: Path) -> Any:
+    """The configuration of a file's model, with the tokens that are named in `folder`, which `described` made.
+
+    The rest is read from the file: the folder is found by the file's header, and tensors say how positions are scaled.
+    """
+    config, saved = configuration(header), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, saved.get(name))
+    return config
 
 
 def _describe_elsewhere(file: Path, folder: Path) -> None:
@@ -114,80 +134,6 @@ def missing_packages() -> SlipstreamError | None:
         return None
     names = " ".join(absent)
     return SlipstreamError(f"reading GGUF files needs {names.replace(' ', ' and ')}; run: pip install {names}")
-
-
-def scale_positions(config: Any, header: GGUFHeader) -> None:
-    """Write how a file scales positions into the configuration that transformers read from it."""
-    settings = getattr(config, "rope_parameters", None)
-    if not isinstance(settings, dict):
-        if _by_metadata(header) or not header.tensors.keys().isdisjoint((FACTORS, *OTHER_FACTORS)):
-            raise _wrong(header, "scales rotary positions", f"no scaling: {header.architecture} has no settings for it")
-        return
-    settings = settings.get("full_attention", settings)  # where layers differ, those of windows are not scaled
-    if settings.get("rope_type", "default") != "default":
-        return  # transformers read it
-    settings |= _by_metadata(header) | _by_factors(header, float(settings.get("rope_theta") or 10000.0))
-
-
-def _by_metadata(header: GGUFHeader) -> dict[str, Any]:
-    """The settings of linear and YaRN scaling; empty for none."""
-    scaling = header.scaling
-    kind = scaling.get("type", "linear" if "factor" in scaling else "none")
-    if kind == "none" or (kind == "linear" and scaling.get("factor") in (0.0, 1.0)):
-        return {}
-    if kind not in ("linear", "yarn") or not scaling.keys() <= SCALING_KEYS:
-        keys = ", ".join(sorted(SCALING_KEYS))
-        raise _wrong(header, f"rope.scaling is {dict(scaling)}", f"types none, linear and yarn, with {keys}")
-    settings = {"rope_type": kind, "factor": _number(header, scaling, "factor")}
-    if kind == "yarn":
-        settings["original_max_position_embeddings"] = int(_number(header, scaling, "original_context_length"))
-    return settings
-
-
-def _by_factors(header: GGUFHeader, theta: float) -> dict[str, Any]:
-    """The settings of Llama 3's scaling, recovered from what the file divides each frequency by; empty for none."""
-    if other := next((name for name in OTHER_FACTORS if name in header.tensors), None):
-        raise _wrong(header, f"has tensor {other!r}", f"{FACTORS}, as files of Llama 3 have it")
-    entry = header.tensors.get(FACTORS)
-    if entry is None:
-        return {}
-    if entry.kind_name != "F32" or len(entry.shape) != 1:
-        raise _wrong(header, f"tensor {FACTORS!r} is {list(entry.shape)} in {entry.kind_name}", "a vector in F32")
-    with entry.file.open("rb") as stream:
-        stream.seek(entry.start)
-        factors = numpy.frombuffer(stream.read(4 * entry.shape[0]), "<f4")
-    if (factors == 1).all():
-        return {}
-    if not (numpy.isfinite(factors).all() and factors.min() >= 1):
-        raise _wrong(header, f"tensor {FACTORS!r} holds numbers from {factors.min()}", "finite numbers from 1")
-    factor = float(factors.max())
-    if not numpy.allclose(factors, llama3_factors(len(factors), theta, factor), rtol=1e-4):
-        raise _wrong(header, f"tensor {FACTORS!r} holds other factors than Llama 3's", f"those made with {LLAMA3}")
-    return {"rope_type": "llama3", "factor": factor} | LLAMA3
-
-
-def llama3_factors(count: int, theta: float, factor: float) -> Any:
-    """[count] what each frequency is divided by: transformers' `rope_type` "llama3" with `LLAMA3`.
-
-    High frequencies, which turn often within the original context, are divided by 1, low ones by `factor`, and those
-    between by values between.
-    """
-    lengths = 2 * pi * theta ** (numpy.arange(count) / count)
-    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-    turns = LLAMA3["original_max_position_embeddings"] / lengths
-    kept = numpy.clip((turns - low) / (high - low), 0, 1)
-    return 1 / ((1 - kept) / factor + kept)
-
-
-def _number(header: GGUFHeader, scaling: Mapping[str, Any], name: str) -> float:
-    value = scaling.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value >= 1):
-        raise _wrong(header, f"rope.scaling.{name} is {value!r}", "a number from 1")
-    return float(value)
-
-
-def _wrong(header: GGUFHeader, what: str, allowed: str) -> SlipstreamError:
-    return SlipstreamError(f"model {str(header.file)!r}: {what}; allowed: {allowed}")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -15,16 +13,14 @@ from rich.progress import Progress
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cache_folder import cache_folder, writable
+from slipstream.models.cpu.processor import memory_bytes
 from slipstream.models.notices import TimeLeft, progress_bar
-from slipstream.models.weights.gguf_configuration import FACTORS, prepared, scale_positions, unreadable_gguf
-from slipstream.models.weights.gguf_file import GGUFHeader, in_one_file, read_header
-from slipstream.models.weights.gguf_tensors import tensor_names
-from slipstream.models.weights.gguf_tokenizer import check_split, read_text_side
-from slipstream.models.weights.model_files import is_converted
-from slipstream.models.weights.transformers_reader import READER_ERRORS, check_weights, quietly
-from slipstream.models.weights.unused_tensors import refuse_unused
-
-READING = Lock()  # held while functions of other packages are replaced
+from slipstream.models.weights.gguf_configuration import describe, described_configuration, prepared, unreadable_gguf
+from slipstream.models.weights.gguf_file import GGUFHeader, read_header
+from slipstream.models.weights.gguf_tensors import GGUFTensors
+from slipstream.models.weights.gguf_tokenizer import check_split
+from slipstream.models.weights.model_files import NO_OPTIONS, is_converted
+from slipstream.models.weights.transformers_reader import READER_ERRORS, check_weights, from_config, quietly
 
 
 def convert_gguf(file: Path) -> Path:
@@ -43,92 +39,53 @@ def convert_gguf(file: Path) -> Path:
 
 def convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file into a folder, replacing what an older version wrote there."""
-    with _bar(file.name) as progress, prepared(file.name, folder) as partial:
-        plain, tokenizer = _read(file, progress, torch.bfloat16)
-        with writable(file.name, folder.parent):
-            plain.save_pretrained(partial)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(partial)
-
-
-def dequantised(file: Path, dtype: torch.dtype) -> Any:
-    """The model of a GGUF file with its weights unpacked to this precision."""
-    with _bar(file.name) as progress:
-        return _read(file, progress, dtype)[0]
-
-
-def _read(file: Path, progress: Progress, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The dequantised model and its tokenizer."""
-    from transformers import AutoModelForCausalLM
-
     header = read_header(file)
     header.check_model()
-    with in_one_file(header, weights=True) as joined, _parsed_once():
-        try:
-            config, tokenizer = read_text_side(header, joined)
-            scale_positions(config, header)
-            _check_tensors(config, header)
-            with _tensors_shown_by(progress):
-                model, report = AutoModelForCausalLM.from_pretrained(
-                    joined.parent,
-                    gguf_file=joined.name,
-                    config=config,
-                    dtype=dtype,
-                    ignore_mismatched_sizes=True,
-                    output_loading_info=True,
-                )
-            check_weights(str(file), report)
-            return _plain_copy(model, dtype), tokenizer
-        except READER_ERRORS as error:
-            raise unreadable_gguf(file, error) from error
+    check_memory(header, torch.bfloat16)
+    with prepared(file.name, folder) as partial:
+        with writable(file.name, folder.parent):
+            describe(header, partial)
+        model = dequantised(header, partial, torch.bfloat16)
+        with writable(file.name, folder.parent):
+            model.save_pretrained(partial)
 
 
-def _check_tensors(config: Any, header: GGUFHeader) -> None:
-    """Refuse a file that has tensors too many for its configuration, or, before they ask for memory, too few."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    described, available = sum(weight.numel() for weight in model.parameters()), header.num_weights
-    if described > 2 * available:  # a tied output layer may be counted as well as the embedding
-        raise SlipstreamError(
-            f"model {str(header.file)!r}: its metadata describe {described:,} weights; allowed: up to those of its "
-            f"tensors, {available:,}"
+def check_memory(header: GGUFHeader, dtype: torch.dtype, reason: str = "") -> None:
+    """Refuse to unpack a file into more memory than there is. reason: why it must be unpacked."""
+    needed, available = header.num_weights * dtype.itemsize, memory_bytes()
+    if available is not None and needed > available:
+        raise header.wrong(
+            f"unpacked to {str(dtype).removeprefix('torch.')} it takes {needed / 1e9:.1f} GB of memory"
+            f"{reason and f', and it must be unpacked: {reason}'}",
+            f"{available / 1e9:.1f} GB, as this machine has (a smaller model, or a file that is computed as it is)",
         )
-    refuse_unused(str(header.file), header.tensors.keys() - {FACTORS, *tensor_names(header, model)[1].values()})
 
 
-@contextmanager
-def _parsed_once() -> Iterator[None]:
-    """Inside the block, which one thread at a time enters, the reader parses a file and maps its names only once.
-
-    Otherwise it parses it for the configuration and for the weights, and maps all names for every module, which takes
-    half of the time for a small model.
-    """
-    import gguf
-
-    with READING:
-        originals = gguf.GGUFReader, gguf.get_tensor_name_map
-        gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, originals)
-        try:
-            yield
-        finally:
-            gguf.GGUFReader, gguf.get_tensor_name_map = originals
-
-
-@contextmanager
-def _tensors_shown_by(progress: Progress) -> Iterator[None]:
-    """Replace the reader's own progress bar, which it always draws, by `progress`."""
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    def track(items: Iterable[Any], **_: Any) -> Iterator[Any]:
-        return iter(progress.track(items, task_id=progress.task_ids[0]))
-
-    original, reader.tqdm = reader.tqdm, track
+def dequantised(header: GGUFHeader, folder: Path, dtype: torch.dtype) -> Any:
+    """The model of a GGUF file with its weights unpacked to this precision. folder: where it is described."""
+    check_memory(header, dtype)
     try:
-        yield
-    finally:
-        reader.tqdm = original
+        config = described_configuration(header, folder)
+        with quietly(), torch.device("meta"):
+            empty = from_config(config, NO_OPTIONS)
+        tensors, weights = GGUFTensors(header), dict[str, torch.Tensor]()
+        with _bar(header.file.name) as progress:
+            for name, tensor in progress.track(list(empty.state_dict().items()), task_id=progress.task_ids[0]):
+                if name != "lm_head.weight" or not config.tie_word_embeddings:
+                    # vectors are small, and some stay in float32 whatever the precision
+                    weights[name] = tensors.unpacked(
+                        name, tuple(tensor.shape), dtype if tensor.dim() > 1 else torch.float32
+                    )
+            tensors.check_unused()
+            model, report = type(empty).from_pretrained(
+                None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+            )
+    except SlipstreamError:
+        raise
+    except READER_ERRORS as error:
+        raise unreadable_gguf(header.file, error) from error
+    check_weights(str(header.file), report)
+    return model
 
 
 @contextmanager
@@ -137,19 +94,3 @@ def _bar(name: str) -> Iterator[Progress]:
     message = f"converting {name!r} to safetensors (once) ..."
     with quietly(), progress_bar(f"converting {name!r} (once)", message, TimeLeft()) as progress:
         yield progress
-
-
-def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
-    """The dequantised weights in an ordinary model of the same configuration, which can be saved."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(**model.config.to_dict())
-    inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    config.tie_word_embeddings = torch.equal(inputs, outputs)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    plain.load_state_dict(model.state_dict())
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    return plain

@@ -10,17 +10,13 @@ import hashlib
 import mmap
 import re
 import struct
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from slipstream.errors import SlipstreamError, UsageError, one_line, os_reason
-from slipstream.models.cache_folder import cache_folder, writable
 from slipstream.models.cpu.structs import TYPES, BlockFormat
 from slipstream.models.weights.model_files import MAGIC
 
@@ -46,8 +42,7 @@ OTHER_KINDS = {
     "mmproj": "the image or audio part of another model",
     "imatrix": "statistics to quantise another model with",
 }
-ALIGNMENT, PIECE = 32, 1 << 24  # in bytes; files have this alignment unless they say another
-LEFT_OUT = ("split.", "general.alignment")
+ALIGNMENT = 32  # bytes; files have this alignment unless they say another
 
 
 @dataclass(frozen=True)
@@ -121,6 +116,10 @@ class GGUFHeader:
         scaling = {key.removeprefix(beginning): self.values[key] for key in self.values if key.startswith(beginning)}
         linear = self.values.get(f"{self.architecture}.rope.scale_linear")  # the key of older files
         return scaling if linear is None else {"factor": linear} | scaling
+
+    def wrong(self, what: str, allowed: str) -> SlipstreamError:
+        """The error of a file that is or has something which is not read."""
+        return SlipstreamError(f"model {str(self.file)!r}: {what}; allowed: {allowed}")
 
     def array(self, name: str) -> list[Any]:
         """An array of the metadata; empty where there is none of this name."""
@@ -414,64 +413,3 @@ def _check_version(file: Path, version: int) -> None:
     else:
         what = f"could not be read as GGUF: version {version}; allowed: {', '.join(map(str, VERSIONS))}"
     raise SlipstreamError(f"model {str(file)!r} {what}")
-
-
-@contextmanager
-def in_one_file(header: GGUFHeader, weights: bool) -> Iterator[Path]:
-    """The file of a model, for readers that take one only; of a split model, a temporary file of all its tensors.
-
-    weights: whether to copy the tensors' numbers; else they are holes in the temporary file, which take no space.
-    """
-    if len(header.parts) == 1:
-        yield header.file
-        return
-    folder = cache_folder()
-    with writable(header.file.name, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(dir=folder)
-    with temporary as place:
-        joined = Path(place) / f"{header.stem}.gguf"
-        with writable(header.file.name, folder):
-            _write(header, joined, weights)
-        yield joined
-
-
-def _write(header: GGUFHeader, joined: Path, weights: bool) -> None:
-    kept = [span for name, span in header.spans.items() if not name.startswith(LEFT_OUT)]
-    offsets, end = dict[str, int](), 0
-    for name, entry in header.tensors.items():
-        offsets[name], end = end, _aligned(end + entry.num_bytes)
-    with header.file.open("rb") as stream, joined.open("wb") as target:
-        target.write(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(header.tensors), len(kept)))
-        for first, last in kept:
-            stream.seek(first)
-            target.write(stream.read(last - first))
-        for name, entry in header.tensors.items():
-            target.write(_text(name) + struct.pack("<I", len(entry.shape)))
-            target.write(struct.pack(f"<{len(entry.shape)}Q", *reversed(entry.shape)))
-            target.write(struct.pack("<IQ", entry.kind, offsets[name]))
-        data = _aligned(target.tell())
-        target.truncate(data + end)
-        for name, entry in header.tensors.items() if weights else ():
-            target.seek(data + offsets[name])
-            _copy(entry, target)
-
-
-def _copy(entry: TensorEntry, target: BinaryIO) -> None:
-    remaining = entry.num_bytes
-    with entry.file.open("rb") as stream:
-        stream.seek(entry.start)
-        while remaining:
-            piece = stream.read(min(remaining, PIECE))
-            if not piece:
-                raise ends_within(entry)
-            target.write(piece)
-            remaining -= len(piece)
-
-
-def _text(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

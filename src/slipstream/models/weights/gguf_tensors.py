@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import suppress
 from math import prod
 from threading import Lock
 from types import TracebackType
@@ -26,14 +25,17 @@ from slipstream.models.cpu.block_linear import BlockPart, Table, fits_blocks
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 from slipstream.models.cpu.kernel_libraries import block_kernels
+from slipstream.models.cpu.processor import NoKernelsError
 from slipstream.models.cpu.structs import TYPES, BlockFormat, FilePieceStruct
-from slipstream.models.weights.gguf_configuration import FACTORS
-from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, ends_within
+from slipstream.models.weights.gguf_architectures import Order, Source, architecture_of, settings_of, source_of
+from slipstream.models.weights.gguf_file import FLOATS, INSTALL, GGUFHeader, TensorEntry, ends_within
+from slipstream.models.weights.gguf_metadata import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from slipstream.models.weights.unused_tensors import refuse_unused
 
 TABLE, LAYER_TABLE, OUTPUT = "token_embd.weight", "per_layer_token_embd.weight", "output.weight"
 REORDERED = ("attn_q.weight", "attn_k.weight")  # whose rows are in another order in some models
 PIECE = 1 << 22  # bytes of the file that a thread takes at a time
+UNPACKED = 1 << 24  # numbers that are unpacked at a time
 SUPPORTED = ", ".join(block.name for block in TYPES if block.number >= 0)
 
 
@@ -121,14 +123,14 @@ def stays_in_file(header: GGUFHeader, name: str) -> bool:
 
 
 class RowReader:
-    """Reads rows into memory that the next call overwrites. Not thread-safe."""
+    """Reads rows of matrices, or of stacked matrices, into memory that the next call overwrites. Not thread-safe."""
 
     def __init__(self) -> None:
         self._space = bytearray()
 
     def rows(self, entry: TensorEntry, first: int, last: int) -> Any:
         """[last - first, bytes] uint8."""
-        row_bytes = cast(int, entry.row_bytes)
+        row_bytes = entry.num_bytes // prod(entry.shape[:-1])
         size = (last - first) * row_bytes
         if len(self._space) < size:
             self._space = bytearray(size)
@@ -182,14 +184,6 @@ class RowsOfFile:
         return packed.rows(torch.arange(len(row_numbers)))
 
 
-@dataclass(frozen=True)
-class NamedTensor:
-    """A tensor of the file. order: the file's row of each of the model's rows; None: the same order."""
-
-    entry: TensorEntry
-    order: Any = None
-
-
 def check_kind(entry: TensorEntry) -> BlockFormat:
     """The block type of a matrix. Raises `NotInBlocksError` for types that the kernels do not compute with."""
     if entry.block is None:
@@ -198,144 +192,158 @@ def check_kind(entry: TensorEntry) -> BlockFormat:
 
 
 class GGUFTensors:
-    """A model's parameters, by name, from the tensors of a file.
+    """A model's parameters, by name, from the tensors of a file; `gguf_architectures` says which are which."""
 
-    transformers' reader knows which tensor a parameter is, and how it changes the tensor's numbers.
-    """
-
-    def __init__(self, header: GGUFHeader, model: Any, ahead: PackedAhead) -> None:
-        """model: the model of this file's configuration, on any device; ahead: of this file's matrices."""
-        self.header = header
-        self._settings = model.config.to_dict()
-        try:
-            self._processor, self._names = tensor_names(header, model)
-        except NotImplementedError as error:
-            raise NotInBlocksError(str(error)) from error
+    def __init__(self, header: GGUFHeader, ahead: PackedAhead | None = None) -> None:
+        """ahead: of this file's matrices."""
+        self.header, self._settings, self._architecture = header, settings_of(header), architecture_of(header)
         self._ahead, self._reader, self._memory = ahead, RowReader(), HugePages()
-        self._used = {FACTORS}
+        self._used = {FACTORS, LONG_FACTORS, SHORT_FACTORS}
 
-    def of(self, parameter: str) -> NamedTensor | None:
-        """The tensor of a parameter; None if the file has none. Raises `NotInBlocksError` if it differs in more than
-        the order of its rows."""
-        entry = self.header.tensors.get(self._names.get(parameter, ""))
-        if entry is None:
-            return None
-        self._used.add(entry.name)
-        shape = (entry.shape[0], 2) if len(entry.shape) == 2 else (entry.shape[0],)
-        if len(entry.shape) > 2:
-            raise NotInBlocksError(f"tensor {entry.name!r} has {len(entry.shape)} dimensions; computed with: 1 and 2")
-        # numbers that are all different show whether the reader changes more than the order of the rows
-        numbers = numpy.arange(float(numpy.prod(shape))).reshape(shape)
-        changed = self._processed(entry, numbers.copy())
-        if changed.shape != shape:
-            raise NotInBlocksError(
-                f"tensor {entry.name!r} is {list(shape)} in the file and {list(changed.shape)} in the model; "
-                "computed with: the same shape"
+    def tensors(self, parameter: str) -> list[TensorEntry]:
+        """The tensors whose rows, one after the other, are those of a parameter, or of each expert of a parameter
+        [experts, outputs, inputs]: gate before up, in the file's order of rows."""
+        source = self._source(parameter)
+        names = source.names
+        if source.fused in self.header.tensors:
+            names = (source.fused,)
+        for name in names:
+            if name not in self.header.tensors:
+                raise SlipstreamError(
+                    f"model {str(self.header.file)!r} has no tensor {name!r} for the model's {parameter!r}; allowed: "
+                    "a file with all tensors of its architecture"
+                )
+            self._used.add(name)
+        return [self.header.tensors[name] for name in names]
+
+    def expert_rows(self, entry: TensorEntry, expert: int) -> Any:
+        """[outputs, bytes] uint8: the matrix of an expert, in the file's own blocks; the next call overwrites them."""
+        _, outputs, _ = entry.shape
+        return self._reader.rows(entry, expert * outputs, (expert + 1) * outputs)
+
+    def _source(self, parameter: str) -> Source:
+        source = source_of(self._architecture, parameter)
+        if source is None:
+            raise SlipstreamError(
+                f"model {str(self.header.file)!r}: no tensor of architecture {self.header.architecture!r} is known for "
+                f"the model's {parameter!r}; allowed: settings whose parameters are known"
             )
-        if len(shape) == 1 or (changed == numbers).all():  # a vector's numbers are processed when `values` reads them
-            return NamedTensor(entry)
-        order = (changed[:, 0] / 2).astype(numpy.int64)
-        if sorted(order) != list(range(shape[0])) or (changed != numbers[order]).any():
-            raise NotInBlocksError(f"tensor {entry.name!r} has other numbers in the model; computed with: the file's")
-        return NamedTensor(entry, order)
+        return source
 
-    def _processed(self, entry: TensorEntry, numbers: Any) -> Any:
-        """A tensor's numbers as transformers changes them when it reads a file."""
-        extra = {"tensor_key_mapping": {}, "parsed_parameters": {"config": self._settings, "tensors": {}}}
-        result = self._processor.process(weights=numbers, name=entry.name, **extra)
-        if result.name != entry.name or result.weights is None:
-            raise NotInBlocksError(f"tensor {entry.name!r} becomes several of the model's; computed with: one each")
-        return result.weights
+    def _order(self, order: Order | None, count: int) -> Any:
+        """The file's place of each of the model's rows or columns; None for the same order."""
+        if order is None:
+            return None
+        try:
+            places = order(self._settings, count)
+        except ValueError as error:
+            raise self.header.wrong(f"a tensor has {count} rows", "whole heads, by the file's metadata") from error
+        return None if (places == numpy.arange(count)).all() else places
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         """A parameter [shape] in float32, unpacked where its tensor is quantised."""
-        named = self.of(parameter)
-        if named is None:
-            raise self._missing(parameter)
-        entry = named.entry
-        self.check_shape(entry, shape)
-        matrix = prod(entry.shape[:-1]), entry.shape[-1]
-        read = partial(self._reader.rows, replace(entry, shape=matrix))
-        packed = BlockPart(check_kind(entry), matrix, read, block_kernels(), SmallPages())
-        numbers = packed.rows(torch.arange(packed.outputs)).view(entry.shape).numpy()
-        if not numpy.isfinite(numbers).all():
-            raise SlipstreamError(
-                f"model {str(self.header.file)!r}: tensor {entry.name!r} holds numbers that are not finite; allowed: "
-                "finite numbers"
-            )
-        return torch.from_numpy(numpy.ascontiguousarray(self._processed(entry, numbers), dtype=numpy.float32))
+        return self.unpacked(parameter, shape, torch.float32)
 
-    def _missing(self, parameter: str) -> SlipstreamError:
-        name = self._names.get(parameter)
-        tensor = f"tensor {name!r}" if name else "tensor"
-        return SlipstreamError(f"model {str(self.header.file)!r} has no {tensor} for the model's {parameter!r}")
+    def unpacked(self, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A parameter [shape] whatever the types of its tensors, in floating point."""
+        source, entries = self._source(parameter), self.tensors(parameter)
+        numbers = [self._numbers(entry, torch.float32 if source.change else dtype) for entry in entries]
+        if source.change is not None:
+            joined = source.change(self._settings, numbers)
+        else:
+            joined = numbers[0] if len(numbers) == 1 else torch.cat(numbers, max(numbers[0].dim() - 2, 0))
+        ones = [size for size in joined.shape if size != 1]
+        if ones != [size for size in shape if size != 1]:
+            self.check_shape(entries[0], shape, tuple(joined.shape))
+        joined = joined.reshape(shape)  # files leave out dimensions of 1, or add them
+        for order, dimension in ((source.order, 0), (source.columns, 1)):
+            places = None if order is None else self._order(order, shape[dimension])
+            if places is not None:
+                joined = joined.index_select(dimension, torch.from_numpy(places))
+        return joined.to(dtype).contiguous()
 
-    def check_shape(self, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+    def _numbers(self, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
+        """A whole tensor, unpacked some rows at a time."""
+        rows = prod(entry.shape[:-1])
+        matrix = TensorEntry(entry.name, entry.kind, (rows, entry.shape[-1]), entry.start, entry.file)
+        numbers, step = torch.empty(matrix.shape, dtype=dtype), max(1, UNPACKED // max(entry.shape[-1], 1))
+        for first in range(0, rows, step):
+            piece = unpacked_rows(matrix, self._reader.rows(matrix, first, min(first + step, rows)))
+            if not bool(torch.isfinite(piece).all()):
+                raise self.header.wrong(f"tensor {entry.name!r} holds numbers that are not finite", "finite numbers")
+            numbers[first : first + step] = piece
+        return numbers.view(entry.shape)
+
+    def check_shape(self, entry: TensorEntry, shape: tuple[int, ...], found: tuple[int, ...] | None = None) -> None:
         """Refuse a tensor of another shape than the configuration says."""
-        if entry.shape != shape:
+        if (found or entry.shape) != shape:
             raise SlipstreamError(
-                f"model {str(self.header.file)!r}: tensor {entry.name!r} is {list(entry.shape)}; "
+                f"model {str(self.header.file)!r}: tensor {entry.name!r} is {list(found or entry.shape)}; "
                 f"allowed: {list(shape)}, by the file's own configuration"
             )
 
     def check_unused(self) -> None:
         """Refuse a file whose tensors the model does not use."""
-        refuse_unused(str(self.header.file), self.header.tensors.keys() - self._used)
+        layers, shared = self._settings["num_hidden_layers"], self._settings.get("num_kv_shared_layers", 0)
+        # layers that share the keys and values of others may have tensors for their own
+        ignored = [rf"^blk\.{layer}\.attn_(?:k|v|k_norm)\." for layer in range(layers - shared, layers)]
+        refuse_unused(str(self.header.file), self.header.tensors.keys() - self._used, ignored)
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix of the file [shape] for the kernels."""
-        named = self._matrix(parameter, shape)
-        packed = self._ahead.part(named.entry.name) if named.order is None else None
-        return packed or self._reader.part(named.entry, library, self._memory, named.order)
+        entry, order, columns = self._matrix(parameter, shape)
+        packed = self._ahead.part(entry.name) if self._ahead is not None and order is None else None
+        part = packed or self._reader.part(entry, library, self._memory, order)
+        if columns is not None:
+            part.inputs_from = torch.from_numpy(numpy.argsort(columns))
+        return part
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
         """A matrix of the file [shape] of which single rows are needed."""
-        named = self._matrix(parameter, shape)
-        if named.order is None and stays_in_file(self.header, named.entry.name):
-            return RowsOfFile(named.entry, library)
+        entry, order, _ = self._matrix(parameter, shape)
+        if order is None and stays_in_file(self.header, entry.name):
+            return RowsOfFile(entry, library)
         return self.part(parameter, shape, library)
 
-    def _matrix(self, parameter: str, shape: tuple[int, int]) -> NamedTensor:
-        named = self.of(parameter)
-        if named is None:
-            raise self._missing(parameter)
-        self.check_shape(named.entry, shape)
-        if not fits_blocks(shape[1], check_kind(named.entry)):
+    def _matrix(self, parameter: str, shape: tuple[int, int]) -> tuple[TensorEntry, Any, Any]:
+        """The tensor of a matrix, and the file's row of each row and column of each column; None for the same order.
+
+        Raises `NotInBlocksError` if its numbers are not those of one tensor.
+        """
+        source, entries = self._source(parameter), self.tensors(parameter)
+        if len(entries) > 1 or source.change is not None:
+            names = " and ".join(entry.name for entry in entries)
+            raise NotInBlocksError(f"{parameter} is made from {names}; computed with: one tensor as it is")
+        (entry,) = entries
+        self.check_shape(entry, shape)
+        if not fits_blocks(shape[1], check_kind(entry)):
             raise NotInBlocksError(
-                f"tensor {named.entry.name!r} has rows of {shape[1]} numbers; computed with: multiples of 32"
+                f"tensor {entry.name!r} has rows of {shape[1]} numbers; computed with: multiples of 32"
             )
-        return named
+        return entry, self._order(source.order, shape[0]), self._order(source.columns, shape[1])
 
 
-@dataclass(frozen=True)
-class _TopLevel:
-    """A model cut off at a depth for transformers' reader, which would map all parameters again at each level."""
-
-    module: Any
-    depth: int
-
-    @property
-    def config(self) -> Any:
-        return self.module.config
-
-    def state_dict(self) -> Any:
-        return self.module.state_dict()
-
-    def named_children(self) -> list[tuple[str, _TopLevel]]:
-        return [(name, _TopLevel(child, self.depth - 1)) for name, child in self.module.named_children() if self.depth]
+def unpacked_rows(entry: TensorEntry, rows: Any) -> Tensor:
+    """[rows, inputs] float32: the numbers of some rows [rows, bytes] of a matrix."""
+    if entry.kind in FLOATS:
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[entry.kind_name]
+        return torch.from_numpy(rows.copy()).view(dtype).float()
+    shape = len(rows), entry.shape[-1]
+    if entry.block is not None and fits_blocks(entry.shape[-1], entry.block):
+        with suppress(NoKernelsError):
+            part = BlockPart(entry.block, shape, lambda first, last: rows[first:last], block_kernels(), SmallPages())
+            return part.rows(torch.arange(len(rows)))
+    return _unpacked_by_gguf(entry, rows)
 
 
-def tensor_names(header: GGUFHeader, model: Any) -> tuple[Any, dict[str, str]]:
-    """What changes tensors in transformers' reader, and the file's tensor for each parameter of a model that has one.
+def _unpacked_by_gguf(entry: TensorEntry, rows: Any) -> Tensor:
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
 
-    The whole model is mapped only if need be.
-    """
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    kind = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
-    processor = kind(config=model.config.to_dict())
-    for view in (_TopLevel(model, 1), model):
-        names = {tensor: parameter for parameter, tensor in reader.get_gguf_hf_weights_map(view, processor).items()}
-        if names.keys() >= model.state_dict().keys():
-            break
-    return processor, names
+        numbers = dequantize(rows, GGMLQuantizationType(entry.kind))
+    except (ImportError, ValueError, NotImplementedError) as error:
+        what = f"model {str(entry.file)!r}: tensor {entry.name!r} of type {entry.kind_name} cannot be unpacked"
+        how = INSTALL if isinstance(error, ImportError) else f"{SUPPORTED}, or others that the gguf package unpacks"
+        raise SlipstreamError(f"{what}; allowed: {how}") from error
+    return torch.from_numpy(numpy.ascontiguousarray(numbers, dtype=numpy.float32))

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError, one_line
@@ -212,25 +211,25 @@ ENDS = (
 )
 
 
-def read_text_side(header: GGUFHeader, file: Path) -> tuple[Any, Any]:
-    """The configuration and the tokenizer of a model, None where the file has no vocabulary.
-
-    file: all of it, also where the header's is split.
-    """
-    from transformers import AutoConfig, AutoTokenizer
-
-    place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    kind, tokenizer = header.values.get("tokenizer.ggml.model", "none"), None
+def read_tokenizer(header: GGUFHeader) -> Any:
+    """The tokenizer of a model; None where the file has no vocabulary."""
+    kind = header.values.get("tokenizer.ggml.model", "none")
     if kind == "gpt2":
-        tokenizer = _byte_level(header)
-    elif kind not in ("none", "no_vocab"):
-        tokenizer = _sentencepiece(header, AutoTokenizer.from_pretrained(**place))
-    config = AutoConfig.from_pretrained(**place)
-    if tokenizer is not None:
-        config.bos_token_id = _token_id(header, "bos", len(tokenizer))
-        config.pad_token_id = _token_id(header, "padding", len(tokenizer))
-        config.eos_token_id = _end_ids(header, config.eos_token_id, tokenizer)
-    return config, tokenizer
+        return _byte_level(header)
+    if kind in ("none", "no_vocab"):
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    file = header.file  # the first part of a split model has all metadata
+    return _sentencepiece(header, PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name))
+
+
+def with_tokens(config: Any, header: GGUFHeader, tokenizer: Any) -> Any:
+    """The configuration with the tokens that begin, pad and end texts."""
+    size = 0 if tokenizer is None else len(tokenizer)
+    config.bos_token_id, config.pad_token_id = _token_id(header, "bos", size), _token_id(header, "padding", size)
+    config.eos_token_id = None if tokenizer is None else _end_ids(header, tokenizer)
+    return config
 
 
 def check_split(header: GGUFHeader) -> None:
@@ -350,15 +349,14 @@ def _token_id(header: GGUFHeader, name: str, vocab_size: int) -> int | None:
     return number if isinstance(number, int) and 0 <= number < vocab_size else None
 
 
-def _end_ids(header: GGUFHeader, config_ids: Any, tokenizer: Any) -> Any:
+def _end_ids(header: GGUFHeader, tokenizer: Any) -> Any:
     """The tokens at which generation ends: the file's, and those that end a turn; as llama.cpp finds them.
 
-    config_ids: those that transformers read from the file. Returns one id, a list of several, or None.
+    Returns one id, a list of several, or None.
     """
     # special tokens only: Gemma's vocabulary has HTML's </s> as an ordinary token, which a user's text may contain
     special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ids: list[Any] = [*config_ids] if isinstance(config_ids, list) else [config_ids]
-    ids += [_token_id(header, name, len(tokenizer)) for name in ("eos", "eot", "eom")]
+    ids = [_token_id(header, name, len(tokenizer)) for name in ("eos", "eot", "eom")]
     ids += [special[text] for text in (*ENDS, *_turn_end(tokenizer, special)) if text in special]
     names = special.keys()
     calls = not names.isdisjoint(("<|call|>", "<|calls|>"))

@@ -1,0 +1,230 @@
+"""The metadata of a GGUF file's architecture, each value checked as it is read, and how they scale rotary positions.
+
+Linear and YaRN scaling (Peng et al. 2023, section 3) are in the metadata. Files of Llama 3.1 and later have a tensor of
+what each frequency is divided by; the settings that it was made from are recovered. LongRoPE (Ding et al. 2024) has a
+tensor for short texts and one for long ones. Any other scaling is refused: without it the model would be wrong at every
+position.
+"""
+
+from __future__ import annotations
+
+from math import isfinite, log, pi, sqrt
+from typing import Any
+
+import numpy
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.weights.gguf_file import GGUFHeader
+
+REQUIRED = object()  # the default of a value without which llama.cpp refuses a file
+FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+KIND_NAMES = {int: "a whole number from 0", float: "a finite number", bool: "true or false"}
+PARTS = ("vision", "audio", "mm")  # towers of images and sounds, with which no text is read
+# of every architecture: what changes no logits, or is written for all and applies to some
+HARMLESS = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
+
+
+class Metadata:
+    """Reads the metadata of a file's architecture, by names without the architecture's."""
+
+    def __init__(self, header: GGUFHeader) -> None:
+        self.header = header
+        self._prefix = f"{header.architecture}."
+        self._known = set(HARMLESS)
+
+    def value(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
+        """An int from 0, a finite float or a bool; of an array that is the same for all layers, its item."""
+        items = self.values(name, kind, default)
+        if isinstance(items, list):
+            if len(set(items)) != 1:
+                raise self.wrong(name, f"{items[:8]}{' ...' if len(items) > 8 else ''}", "the same for all layers")
+            return items[0]
+        return items
+
+    def values(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
+        """The same, but an array as a list, with an item for each layer."""
+        self._known.add(name)
+        key = self._prefix + name
+        if key not in self.header.values:
+            if default is REQUIRED:
+                raise self.header.wrong(f"its metadata have no {key}", "a file that says it")
+            return default
+        value = self.header.values[key]
+        items = self.header.array(key) if value is None else [value]
+        for item in items or [None]:
+            if not _is(item, kind):
+                raise self.wrong(name, repr(item)[:60], KIND_NAMES[kind])
+        items = [_shortest(item) if kind is float else item for item in items]
+        if value is not None:
+            return items[0]
+        num_layers = self.header.values.get(f"{self._prefix}block_count")
+        if len(items) != num_layers:
+            raise self.wrong(name, f"an array of {len(items)}", f"an item for each of {num_layers} layers")
+        return items
+
+    def array(self, name: str) -> list[Any]:
+        """An array that has no item per layer; empty where the file has none."""
+        self._known.add(name)
+        return self.header.array(self._prefix + name)
+
+    def raw(self, name: str) -> Any:
+        """A value that is not checked; None for an array or none."""
+        return self.header.values.get(self._prefix + name)
+
+    def ignore(self, name: str) -> None:
+        """Mark a value as known that changes nothing here."""
+        self._known.add(name)
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """Refuse other values than these, if the file has any."""
+        value = self.value(name, type(allowed[0]), allowed[0])
+        if value not in allowed:
+            raise self.wrong(name, value, ", ".join(map(str, allowed)))
+
+    def wrong(self, name: str, value: Any, allowed: str) -> SlipstreamError:
+        return self.header.wrong(f"{self._prefix}{name} is {value}", allowed)
+
+    def check_all_known(self) -> None:
+        """Refuse a file with metadata of its architecture that nothing has read: they may change what is computed."""
+        known = {self._prefix + name for name in self._known}
+        parts = tuple(f"{self._prefix}{part}." for part in PARTS)
+        others = [key for key in self.header.values.keys() - known if key.startswith(self._prefix)]
+        others = sorted(key for key in others if not key.startswith(parts))
+        if others:
+            raise self.header.wrong(
+                f"its metadata have {others[0]}, which is not read yet and may change what is computed",
+                f"the metadata that llama.cpp's converter writes for {self.header.architecture}",
+            )
+
+    def scaling(self) -> dict[str, Any]:
+        """The settings `rope.scaling.*`, marked as read."""
+        self._known |= {
+            key.removeprefix(self._prefix)
+            for key in self.header.values
+            if key.startswith((f"{self._prefix}rope.scaling.", f"{self._prefix}rope.scale_linear"))
+        }
+        return self.header.scaling
+
+    def factors(self, name: str) -> Any:
+        """A tensor of factors [frequencies]; None where the file has none."""
+        entry = self.header.tensors.get(name)
+        if entry is None:
+            return None
+        if entry.kind_name != "F32" or len(entry.shape) != 1:
+            raise self.header.wrong(f"tensor {name!r} is {list(entry.shape)} in {entry.kind_name}", "a vector in F32")
+        with entry.file.open("rb") as stream:
+            stream.seek(entry.start)
+            factors = numpy.frombuffer(stream.read(4 * entry.shape[0]), "<f4")
+        if not numpy.isfinite(factors).all():
+            raise self.header.wrong(f"tensor {name!r} holds numbers that are not finite", "finite numbers")
+        return factors
+
+
+def _is(item: Any, kind: type) -> bool:
+    if kind is bool:
+        return isinstance(item, bool)
+    if isinstance(item, bool):
+        return False
+    if kind is int:
+        return isinstance(item, int) and 0 <= item < 1 << 31
+    return isinstance(item, int | float) and isfinite(item)
+
+
+def _shortest(number: float) -> float:
+    """The shortest decimal of the same float32, which files hold: 1e-05 for 9.99999974e-06."""
+    return float(str(numpy.float32(number)))
+
+
+def rope_parameters(metadata: Metadata, scalings: tuple[str, ...]) -> dict[str, Any]:
+    """The rotary settings for a configuration. scalings: those that the architecture's model computes."""
+    theta = metadata.value("rope.freq_base", float, 10000.0)
+    settings = {"rope_type": "default", "rope_theta": theta}
+    scaled = _by_metadata(metadata) | _by_factors(metadata, theta) | _by_two_factors(metadata)
+    if scaled and scaled["rope_type"] not in scalings:
+        raise metadata.header.wrong(
+            f"it scales rotary positions by {scaled['rope_type']}", ", ".join(scalings) or "no scaling"
+        )
+    return settings | scaled
+
+
+def _by_metadata(metadata: Metadata) -> dict[str, Any]:
+    """The settings of linear and YaRN scaling; empty for none."""
+    scaling = metadata.scaling()
+    kind = scaling.get("type", "linear" if "factor" in scaling else "none")
+    if kind in ("none", "longrope") and LONG_FACTORS in metadata.header.tensors:
+        return {}  # see `_by_two_factors`
+    is_none = kind == "none" or (kind == "linear" and scaling.get("factor") in (0.0, 1.0))
+    if is_none and scaling.get("attn_factor", 1.0) == 1.0:
+        return {}
+    known = {"type", "factor", "original_context_length", "finetuned"}
+    numbers = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    if kind == "yarn":
+        known |= {*numbers, "yarn_log_multiplier"}
+    if kind not in ("linear", "yarn") or not scaling.keys() <= known:
+        raise metadata.header.wrong(
+            f"rope.scaling is {dict(scaling)}", f"types none, linear and yarn, with {', '.join(sorted(known))}"
+        )
+    settings = {"rope_type": kind, "factor": _scale(metadata, "factor")}
+    if kind == "yarn":
+        settings["original_max_position_embeddings"] = int(_scale(metadata, "original_context_length"))
+        settings |= {field: _scale(metadata, name) for name, field in numbers.items() if name in scaling}
+    return settings
+
+
+def _scale(metadata: Metadata, name: str) -> float:
+    value = metadata.scaling().get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value >= 1):
+        raise metadata.wrong(f"rope.scaling.{name}", repr(value), "a number from 1")
+    return _shortest(value)
+
+
+def _by_factors(metadata: Metadata, theta: float) -> dict[str, Any]:
+    """The settings of Llama 3's scaling, recovered from what the file divides each frequency by; empty for none."""
+    factors = metadata.factors(FACTORS)
+    if factors is None or (factors == 1).all():
+        return {}
+    if (unrotated := int((factors >= 1e30).sum())) and (factors[: len(factors) - unrotated] == 1).all():
+        return {"rope_type": "proportional", "partial_rotary_factor": 1 - unrotated / len(factors)}
+    if factors.min() < 1:
+        raise metadata.header.wrong(f"tensor {FACTORS!r} holds numbers from {factors.min()}", "numbers from 1")
+    factor = float(factors.max())
+    if not numpy.allclose(factors, llama3_factors(len(factors), theta, factor), rtol=1e-4):
+        raise metadata.header.wrong(
+            f"tensor {FACTORS!r} holds other factors than Llama 3's", f"those made with {LLAMA3}"
+        )
+    return {"rope_type": "llama3", "factor": factor} | LLAMA3
+
+
+def llama3_factors(count: int, theta: float, factor: float) -> Any:
+    """[count] what each frequency is divided by: transformers' `rope_type` "llama3" with `LLAMA3`.
+
+    High frequencies, which turn often within the original context, are divided by 1, low ones by `factor`, and those
+    between by values between.
+    """
+    lengths = 2 * pi * theta ** (numpy.arange(count) / count)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    turns = LLAMA3["original_max_position_embeddings"] / lengths
+    kept = numpy.clip((turns - low) / (high - low), 0, 1)
+    return 1 / ((1 - kept) / factor + kept)
+
+
+def _by_two_factors(metadata: Metadata) -> dict[str, Any]:
+    """The settings of LongRoPE; empty for none."""
+    long, short = metadata.factors(LONG_FACTORS), metadata.factors(SHORT_FACTORS)
+    if long is None and short is None:
+        return {}
+    if long is None or short is None or len(long) != len(short):
+        raise metadata.header.wrong(f"it has one of {LONG_FACTORS!r} and {SHORT_FACTORS!r}", "both, of one length")
+    length = metadata.value("context_length", int)
+    original = metadata.value("rope.scaling.original_context_length", int, length)
+    settings = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": original,
+        "long_factor": [_shortest(number) for number in long],
+        "short_factor": [_shortest(number) for number in short],
+    }
+    by_length = sqrt(1 + log(length / original) / log(original)) if length > original > 1 else 1.0
+    attention = metadata.value("rope.scaling.attn_factor", float, by_length)
+    # a factor that follows from the lengths is left to transformers, which computes it without rounding
+    return settings if abs(attention - by_length) < 1e-4 else settings | {"attention_factor": attention}

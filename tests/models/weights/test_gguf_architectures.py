@@ -1,0 +1,218 @@
+"""Files of every architecture become the model they were written from: configuration, parameters and logits."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_linear import BlockLinear, block_linears
+from slipstream.models.cpu.kernel_libraries import block_kernels
+from slipstream.models.cpu.processor import NEEDED, processor
+from slipstream.models.load import load
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.weights.gguf_architectures import settings_of
+from slipstream.models.weights.gguf_configuration import described
+from slipstream.models.weights.gguf_conversion import dequantised
+from slipstream.models.weights.gguf_file import read_header
+from slipstream.models.weights.gguf_tensors import GGUFTensors, RowReader
+from tests.support.gguf_architectures import CASES, architecture, is_shifted, write_case
+from tests.support.quantised_files import kl
+
+gguf = pytest.importorskip("gguf")
+has_kernels = pytest.mark.skipif(
+    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+)
+# fields that change nothing: of training, of saving, of tokens; and layer_types that are written in another form
+OTHER = (
+    *("initializer_range", "architectures", "transformers_version", "dtype", "use_cache", "output_router_logits"),
+    *(
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "attention_dropout",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ),
+    *("_name_or_path", "num_nextn_predict_layers", "num_mtp_layers", "pretraining_tp", "max_window_layers"),
+    *(
+        "allow_global_per_layer_attribute_access",
+        "block_multiple_of",
+        "block_ffn_dim_multiplier",
+        "chunk_size_feed_forward",
+        "mamba_chunk_size",
+    ),
+)
+IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+
+
+def compared(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name not in OTHER}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_gives_the_configuration_parameters_and_logits_it_was_written_from(name: str, tmp_path: Path) -> None:
+    case, file = CASES[name], tmp_path / "model.gguf"
+    model = write_case(file, architecture(name), case)
+    header = read_header(file)
+    loaded = dequantised(header, described(header), torch.float32).eval()
+    wanted, found = compared(model.config), compared(loaded.config)
+    assert {field: found.get(field) for field in wanted} == wanted
+    expected, parameters = model.state_dict(), loaded.state_dict()
+    assert parameters.keys() == expected.keys()
+    for parameter, numbers in expected.items():
+        if parameter.endswith(case.rounded) or is_shifted(model.config, parameter):
+            assert torch.allclose(parameters[parameter], numbers, rtol=1e-5, atol=2e-7), parameter
+        else:
+            assert torch.equal(parameters[parameter], numbers), parameter
+    assert torch.allclose(logits(loaded), logits(model), rtol=1e-3, atol=1e-4)
+
+
+@has_kernels
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dense])
+def test_a_quantised_file_is_computed_in_its_blocks(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_case(file, architecture(name), CASES[name], "Q8_0")
+    header = read_header(file)
+    reference = dequantised(header, described(header), torch.float32).eval()
+    loaded = load(str(file), LoadOptions(activations="int15"))
+    assert block_linears(loaded.model)
+    loaded.backend.reserve(1, 256)
+    found, expected = loaded.backend.forward(IDS, [0], first_slot=0, logits=True), logits(reference)
+    assert kl(expected, found) < 1e-6 < kl(expected, expected.roll(1, 1))
+
+
+@has_kernels
+def test_columns_in_another_order_take_their_inputs_in_that_order(tmp_path: Path) -> None:
+    write_case(tmp_path / "model.gguf", "qwen35", CASES["qwen35"], "Q8_0")
+    tensors, name = GGUFTensors(read_header(tmp_path / "model.gguf")), "model.layers.0.linear_attn.out_proj.weight"
+    part = tensors.part(name, (64, 96), block_kernels())
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
+    expected = x @ tensors.unpacked(name, (64, 96), torch.float32).T
+    found = BlockLinear([part], None, "int15")(x)
+    assert torch.allclose(found, expected, atol=1e-3)
+    part.inputs_from = None
+    assert not torch.allclose(BlockLinear([part], None, "int15")(x), expected, atol=1e-1)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "gemma4-experts"])
+def test_the_rows_of_an_expert_are_those_of_its_matrix(name: str, tmp_path: Path) -> None:
+    model = write_case(tmp_path / "model.gguf", architecture(name), CASES[name], "Q8_0")
+    tensors = GGUFTensors(read_header(tmp_path / "model.gguf"))
+    for part in ("gate_up_proj", "down_proj"):
+        parameter = next(key for key in model.state_dict() if key.endswith(f"experts.{part}"))
+        entries = tensors.tensors(parameter)
+        assert len(entries) == (2 if part == "gate_up_proj" and "gemma4" not in name else 1)
+        for entry in entries:
+            experts, outputs, _ = entry.shape
+            whole = RowReader().rows(entry, 0, experts * outputs)
+            for expert in range(experts):
+                rows = tensors.expert_rows(entry, expert)
+                assert rows.shape == (outputs, entry.row_bytes)
+                assert (rows == whole[expert * outputs : (expert + 1) * outputs]).all()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "F16", "BF16"])
+def test_unpacked_numbers_are_those_of_the_gguf_package(kind: str, tmp_path: Path) -> None:
+    write_case(tmp_path / "model.gguf", "qwen3moe", CASES["qwen3moe"], kind)
+    header = read_header(tmp_path / "model.gguf")
+    loaded = dequantised(header, described(header), torch.float32)
+    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+
+    def numbers(name: str) -> torch.Tensor:
+        return torch.from_numpy(gguf.quants.dequantize(reader[name].data, reader[name].tensor_type).copy())
+
+    layer = loaded.model.layers[1]
+    gate, up = numbers("blk.1.ffn_gate_exps.weight"), numbers("blk.1.ffn_up_exps.weight")
+    assert torch.allclose(layer.mlp.experts.gate_up_proj, torch.cat([gate, up], 1), rtol=1e-6, atol=0)
+    assert torch.allclose(layer.self_attn.q_proj.weight, numbers("blk.1.attn_q.weight"), rtol=1e-6, atol=0)
+
+
+def refusal(file: Path) -> str:
+    """The message of every way to load a file, which must be the same."""
+    messages = set()
+    for options in (LoadOptions(), LoadOptions("float32"), LoadOptions("bfloat16")):
+        with pytest.raises(SlipstreamError) as error:
+            load(str(file), options)
+        messages.add(str(error.value))
+    (message,) = messages
+    assert "\n" not in message and "; allowed: " in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"skip": ("embedding_length",)}, "its metadata have no llama.embedding_length; allowed"),
+        ("llama", {"attention.layer_norm_rms_epsilon": "small"}, "is 'small'; allowed: a finite number"),
+        ("llama", {"attention.head_count": 2.5}, "llama.attention.head_count is 2.5; allowed: a whole number"),
+        ("llama", {"attention.head_count": [4, 2]}, r"head_count is \[4, 2\]; allowed: the same for all layers"),
+        ("llama", {"attention.head_count": [4, 4, 4]}, "an array of 3; allowed: an item for each of 2 layers"),
+        ("llama", {"attention.some_gain": 2.0}, "metadata have llama.attention.some_gain, which is not read yet"),
+        ("llama", {"attention.value_length": 16}, "llama.attention.value_length is 16; allowed: 32"),
+        ("llama", {"rope.dimension_count": 16}, "llama.rope.dimension_count is 16; allowed: 32"),
+        ("llama", {"attention.causal": False}, "llama.attention.causal is False; allowed: True"),
+        ("llama", {"skip": ("blk.1.ffn_up.weight",)}, "has no tensor 'blk.1.ffn_up.weight' for the model's"),
+        ("qwen3", {"expert_count": 8}, "qwen3.expert_count is 8; allowed: 0"),
+        ("qwen3moe", {"skip": ("blk.1.ffn_up_exps.weight",)}, "has no tensor 'blk.1.ffn_up_exps.weight'"),
+        ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func is 2; allowed: 1"),
+        ("glm4moe", {"expert_group_count": 8, "expert_group_used_count": 4}, "expert_group_count is 8; allowed: 0, 1"),
+        ("gemma2", {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, "by linear; allowed: no scaling"),
+        ("deepseek2", {"skip": ("expert_gating_func",)}, "metadata have no deepseek2.expert_gating_func"),
+        ("deepseek2", {"expert_gating_func": 1}, "expert_gating_func is 1; allowed: 2, the sigmoid"),
+        ("gemma4-experts", {"expert_count": 0}, "gemma4.expert_count is 0; allowed: the number of the experts"),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 4]}, "allowed: 0 for convolutions"),
+        ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned is False; allowed: True"),
+    ],
+)
+def test_files_that_would_mean_another_model_are_refused(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_case(tmp_path / "model.gguf", architecture(name), CASES[name], **change)
+    assert re.search(message, refusal(tmp_path / "model.gguf"))
+
+
+def test_an_architecture_that_nothing_reads_is_refused_by_name(tmp_path: Path) -> None:
+    write_case(tmp_path / "model.gguf", "llama", CASES["llama"])
+    content = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "other.gguf").write_bytes(content.replace(b"llama", b"lamma"))
+    message = refusal(tmp_path / "other.gguf")
+    assert "architecture 'lamma' is not read yet; allowed: cohere2, deepseek2, " in message
+
+
+def test_a_missing_value_is_the_one_that_llama_cpp_takes(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_case(file, "qwen3moe", CASES["qwen3moe"], skip=("expert_feed_forward_length", "rope.freq_base"))
+    settings = settings_of(read_header(file))
+    assert settings["moe_intermediate_size"] == 96 // 2 and settings["rope_parameters"]["rope_theta"] == 10000.0
+    write_case(file, "llama", CASES["llama-biased"], skip=("attention.head_count_kv",))
+    assert settings_of(read_header(file))["num_key_value_heads"] == 4
+    write_case(file, "gemma2", CASES["gemma2"], skip=("attn_logit_softcapping", "attention.sliding_window"))
+    settings = settings_of(read_header(file))
+    assert (settings["attn_logit_softcapping"], settings["sliding_window"]) == (50.0, 4096)
+
+
+def test_a_file_that_does_not_fit_into_memory_unpacked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_case(tmp_path / "model.gguf", "qwen3moe", CASES["qwen3moe"], "Q8_0")
+    monkeypatch.setattr("slipstream.models.weights.gguf_conversion.memory_bytes", lambda: 100_000)
+    with pytest.raises(SlipstreamError, match=r"unpacked to bfloat16 it takes 0\.0 GB of memory.*; allowed: 0\.0 GB"):
+        load(str(tmp_path / "model.gguf"), LoadOptions())
+    with pytest.raises(SlipstreamError, match="unpacked to float32 it takes"):
+        load(str(tmp_path / "model.gguf"), LoadOptions("float32"))
