@@ -93,7 +93,7 @@ def settings_of(header: GGUFHeader) -> Settings:
     settings["tie_word_embeddings"] = "output.weight" not in header.tensors
     settings |= {name: any(t.endswith(end) for t in header.tensors) for name, end in architecture.flags.items()}
     settings["rope_parameters"] = rope_parameters(metadata, architecture.scalings)
-    for key_name, allowed in (EXPECTED | architecture.expects).items():
+    for key_name, allowed in {**EXPECTED, **architecture.expects}.items():
         if allowed:
             metadata.expect(key_name, *allowed)
         else:

@@ -28,7 +28,7 @@ from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.processor import NoKernelsError
 from slipstream.models.cpu.structs import TYPES, BlockFormat, FilePieceStruct
 from slipstream.models.weights.gguf_architectures import Order, Source, architecture_of, settings_of, source_of
-from slipstream.models.weights.gguf_file import FLOATS, INSTALL, GGUFHeader, TensorEntry, ends_within
+from slipstream.models.weights.gguf_file import INSTALL, GGUFHeader, TensorEntry, ends_within
 from slipstream.models.weights.gguf_metadata import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from slipstream.models.weights.unused_tensors import refuse_unused
 
@@ -325,8 +325,8 @@ class GGUFTensors:
 
 def unpacked_rows(entry: TensorEntry, rows: Any) -> Tensor:
     """[rows, inputs] float32: the numbers of some rows [rows, bytes] of a matrix."""
-    if entry.kind in FLOATS:
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[entry.kind_name]
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(entry.kind_name)
+    if dtype is not None:
         return torch.from_numpy(rows.copy()).view(dtype).float()
     shape = len(rows), entry.shape[-1]
     if entry.block is not None and fits_blocks(entry.shape[-1], entry.block):
