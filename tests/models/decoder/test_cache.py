@@ -69,7 +69,7 @@ def test_keys_and_values_in_float16_take_half_the_memory_and_change_logits_by_th
 
     (expected, wide), (logits, narrow) = logits_and_bytes(None), logits_and_bytes(torch.float16)
     assert wide == 2 * narrow
-    assert 0 < (logits - expected).abs().max() < 0.01 * expected.abs().max()
+    assert 0 < (logits - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def backend_of(name: str, is_fast: bool, dtype: torch.dtype) -> HFBackend:
