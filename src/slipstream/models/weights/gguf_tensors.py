@@ -248,10 +248,14 @@ class GGUFTensors:
         """A parameter [shape] whatever the types of its tensors, in floating point."""
         source, entries = self._source(parameter), self.tensors(parameter)
         numbers = [self._numbers(entry, torch.float32 if source.change else dtype) for entry in entries]
-        if source.change is not None:
-            joined = source.change(self._settings, numbers)
-        else:
-            joined = numbers[0] if len(numbers) == 1 else torch.cat(numbers, max(numbers[0].dim() - 2, 0))
+        try:
+            if source.change is not None:
+                joined = source.change(self._settings, numbers)
+            else:
+                joined = numbers[0] if len(numbers) == 1 else torch.cat(numbers, max(numbers[0].dim() - 2, 0))
+        except (RuntimeError, ValueError, IndexError) as error:
+            shapes = " and ".join(f"{entry.name!r} {list(entry.shape)}" for entry in entries)
+            raise self.header.wrong(f"tensors {shapes} do not fit together", f"{list(shape)} in all") from error
         ones = [size for size in joined.shape if size != 1]
         if ones != [size for size in shape if size != 1]:
             self.check_shape(entries[0], shape, tuple(joined.shape))
