@@ -22,6 +22,7 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.notices import warn_slower
 from slipstream.models.plain_models import load_unpacked
+from tests.support.markers import mostly_slow
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 
@@ -135,7 +136,7 @@ def test_layers_in_blocks_compute_the_rounded_weights(name: str, folder_of: Call
 
 
 @pytest.mark.parametrize("quantize", ["none", "int4"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", mostly_slow(CONFIGS, "cohere2"))  # each decoder measures its forwards
 def test_texts_are_the_same_with_drafts(name: str, quantize: str, folder_of: Callable[[str], str]) -> None:
     decoder = SpeculativeDecoder(folder_of(name), quantize=quantize, drafter="none")
     params = SamplingParams(max_tokens=40)
