@@ -14,6 +14,7 @@ from slipstream.models.decoder import attention as grouped
 from slipstream.models.decoder.attention import UngroupableError
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import group_queries
+from slipstream.models.hf.trials import OwnLogits
 from slipstream.models.notices import warn_slower
 from tests.support.tiny_models import fresh
 from tests.support.tiny_models import ragged_logits as logits
@@ -80,6 +81,22 @@ def test_a_model_that_answers_differently_keeps_its_own_attention(monkeypatch: p
     backend = HFBackend(fresh("llama"))
     group_queries(backend)
     assert backend.model.config._attn_implementation == "sdpa" and backend.masks.repeats is None
+    assert torch.isfinite(logits(backend)).all()
+
+
+@pytest.mark.parametrize(("scale", "kept"), [(1.0, True), (1.1, False)])
+def test_where_logits_show_nothing_attention_is_compared_call_by_call(
+    scale: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled(*inputs: Any, **options: Any) -> tuple[Tensor, None]:
+        return grouped.grouped_attention(*inputs, **options)[0] * scale, None
+
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.GROUPED, scaled)
+    monkeypatch.setattr(OwnLogits, "error", lambda self: 0.3)  # as in models whose layers make roundings grow
+    backend = HFBackend(fresh("llama"))
+    group_queries(backend)
+    assert (backend.model.config._attn_implementation == grouped.GROUPED) is kept
+    assert (backend.masks.repeats is not None) is kept
     assert torch.isfinite(logits(backend)).all()
 
 

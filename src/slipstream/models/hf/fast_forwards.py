@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from slipstream.models.cpu.block_linear import BlockLinear
 from slipstream.models.cpu.compiled_layers import LayerStack, compiled_ops
 from slipstream.models.cpu.packed_linear import KernelLinear, PackedLinear
 from slipstream.models.decoder.around_layers import check_nothing_between
-from slipstream.models.decoder.attention import GROUPED, UngroupableError, repeats_of
+from slipstream.models.decoder.attention import GROUPED, UngroupableError, group_mask, repeats_of
 from slipstream.models.decoder.families import plan_of
 from slipstream.models.decoder.fused_layer import FusedLayer, fused_layers
 from slipstream.models.decoder.plan import DecoderPlan, UnknownLayerError
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.trials import OwnLogits, Trial, largest_error, tolerance
+from slipstream.models.hf.trials import (
+    CLOSE,
+    ROUNDINGS,
+    OwnLogits,
+    Trial,
+    a_few_logits,
+    difference,
+    largest_error,
+    later_logits,
+    tolerance,
+)
 from slipstream.models.notices import warn_slower
 
 log = logging.getLogger("slipstream")
 
+COMPARED = "slipstream_compared"  # transformers' attention beside the grouped one
+AttentionMaskInterface.register(COMPARED, sdpa_mask)
+UNLIKE = 0.5  # difference of logits that no rounding explains
 TOKENS_INDEPENDENT = "whole layers, each token as if it were alone"
 
 
@@ -59,10 +77,41 @@ def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str
     try:
         if own_logits.keep_if_same("grouped attention", turn_on):
             return None
+        if own == "sdpa" and own_logits.error() < UNLIKE and _attends_alike(backend, repeats):
+            turn_on()
+            own_logits.passed.add("grouped attention")
+            return None
     except (UngroupableError, RuntimeError) as error:  # some models' own code reshapes or adds to the mask
         reason = str(error)
     config._attn_implementation, backend.masks.repeats = own, None
     return reason
+
+
+def _attends_alike(backend: HFBackend, repeats: int) -> bool:
+    """True if grouped attention computes what the model's own does, call by call.
+
+    In a model such as Gemma 3 the roundings of one layer grow through the others until its logits show nothing.
+    """
+    errors, registered = list[float](), AttentionInterface()
+
+    def compared(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        inputs = module, query, key, value
+        expected: tuple[Tensor, None] = sdpa_attention_forward(*inputs, mask, scaling=scaling, **options)
+        if mask.dtype is torch.bool:
+            grouped, _ = registered[GROUPED](
+                *inputs, group_mask(mask, repeats, query.dtype), scaling=scaling, **options
+            )
+            errors.append(difference(grouped, expected[0]) / max(CLOSE, ROUNDINGS * torch.finfo(query.dtype).eps))
+        return expected
+
+    config = backend.model.config
+    config._attn_implementation, backend.masks.repeats = COMPARED, None
+    AttentionInterface.register(COMPARED, compared)
+    a_few_logits(backend)
+    later_logits(backend)
+    return max(errors, default=math.inf) <= 1
 
 
 def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list[tuple[nn.Module, FusedLayer]]:

@@ -104,13 +104,17 @@ class OwnLogits:
         if name in self.passed:
             change()
             return True
-        pairs = [(a_few_logits, self.logits), (later_logits, self.later)]
+        _ = self.logits, self.later
         change()
-        error = max(difference(compute(self._backend), expected) for compute, expected in pairs)
-        if error > tolerance(self._backend.model):
+        if self.error() > tolerance(self._backend.model):
             return False
         self.passed.add(name)
         return True
+
+    def error(self) -> float:
+        """How far the present logits are from the model's own."""
+        pairs = (a_few_logits, self.logits), (later_logits, self.later)
+        return max(difference(compute(self._backend), expected) for compute, expected in pairs)
 
 
 def largest_error(backend: Backend, layers: Sequence[tuple[nn.Module, FusedLayer]], trials: Sequence[Trial]) -> float:
