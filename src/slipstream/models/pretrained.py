@@ -12,11 +12,28 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.block_linear import arithmetic_of
+from slipstream.models.cpu.block_experts import (
+    ExpertArithmetic,
+    ModuleTensors,
+    expert_blocks,
+    experts_of,
+    numbers_part,
+    replace_experts,
+)
+from slipstream.models.cpu.block_linear import BlockPart
+from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed, pack, unsupported
-from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, formats_of, num_weights, quantised
+from slipstream.models.cpu.quantised_linear import (
+    BITS,
+    SMALLEST,
+    arithmetic_of,
+    formats_of,
+    num_weights,
+    quantised,
+    quantised_part,
+)
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
@@ -116,6 +133,8 @@ def _backend(
         reason = why_not_on_slots(lambda: is_causal(HFBackend(model), model))
     if convert is not None:
         _convert(model, convert)
+    elif fast is not False and owned is None and model.device.type == "cpu":
+        _convert_experts(model, numbers_part)  # of float16, for one, whose linear layers stay
     elif captured and fast is True:
         fuse(model)
     if reason is None:
@@ -196,10 +215,31 @@ def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None
 
 def _convert(model: Any, convert: Convert) -> None:
     """Replace each linear layer that runs with what `convert` makes of it; layers that share an input become one."""
+    bits = convert.keywords["bits"] if isinstance(convert, partial) else None
+    memory = HugePages()
+    _convert_experts(
+        model,
+        partial(numbers_part, memory=memory) if bits is None else partial(quantised_part, bits=bits, memory=memory),
+    )
     calls = linear_calls(model)
     unused = called_by_none(model, calls)
     fuse(model, convert, calls)
     pack(model, convert, unused)
+
+
+def _convert_experts(model: Any, pack: Callable[[Tensor, Any], BlockPart]) -> None:
+    """Replace the blocks of experts of a mixture by the kernels' if all can be. pack: see `ModuleTensors`."""
+    library = kernels() if expert_blocks(model) else None
+    if library is None or getattr(model, "is_quantized", False):
+        return
+
+    def tensors(block: nn.Module, name: str) -> ModuleTensors:
+        return ModuleTensors(block, name, pack)
+
+    try:
+        replace_experts(model, tensors, ExpertArithmetic("int8", library))
+    except NotInBlocksError as error:
+        warn_slower(f"{type(model).__name__} keeps transformers' experts: {error}")
 
 
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantised: QuantisedModel | None) -> Loaded:
@@ -253,7 +293,11 @@ def _fingerprint(backend: AnyBackend, packed: bool) -> str:
         kind = f"graphed at {WIDTHS}{' by kernels' if uses_kernels(model) else ''}{order}"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
-    exact = f"{bfloat16_version()} " if any(isinstance(module, KernelLinear) for module in model.modules()) else ""
+    experts = experts_of(model)
+    is_compressed = any(isinstance(module, KernelLinear) for module in model.modules())
+    exact = f"{bfloat16_version()} " if experts or is_compressed else ""
+    if experts:
+        exact += f"experts {'+'.join(sorted({name for block in experts for name in block.formats}))} "
     if formats := formats_of(model):
         exact += f"{formats} "
     if arithmetic := arithmetic_of(model):

@@ -17,17 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.cpu.block_experts import ExpertSizes, ExpertStacks, Stack, expert_blocks, packed_by_expert
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.quantised_linear import BITS, FORMATS, pieces, rows_of_blocks
 from slipstream.models.cpu.structs import INPUTS
-from slipstream.models.hf.block_model import check_kernels, empty_model, fill, is_mixture
+from slipstream.models.hf.block_model import check_kernels, empty_model, fill
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.adapters import adapter_at
 from slipstream.models.weights.gguf_configuration import described, scale_positions, unreadable_gguf
 from slipstream.models.weights.gguf_file import GGUFHeader, read_header
-from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind
+from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind, is_of_router
 from slipstream.models.weights.model_files import is_gguf, not_loaded
 from slipstream.models.weights.quantised_checkpoint import (
     MODELOPT_FILE,
@@ -155,7 +156,7 @@ class GGUFFile:
         header.check_model()
         check_kernels()
         for entry in header.tensors.values():
-            if len(entry.shape) > 1:
+            if len(entry.shape) > 1 and not is_of_router(entry):
                 check_kind(entry)
         with PackedAhead(header, block_kernels()) as ahead:
             folder = described(header)
@@ -313,10 +314,7 @@ class QuantisedCheckpoint(_Checkpoint):
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         check_kernels()
         matrices = self._matrices()
-        empty = self._empty(matrices.files)
-        if is_mixture(empty):
-            raise NotInBlocksError("it is a mixture of experts")
-        model = fill(empty, CheckpointTensors(matrices), activations)
+        model = fill(self._empty(matrices.files), CheckpointTensors(matrices), activations)
         matrices.files.used |= matrices.of_activations()
         matrices.files.check_unused(model._keys_to_ignore_on_load_unexpected)
         self._warn_of_activations()
@@ -360,6 +358,20 @@ class RoundedTensors:
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         return self.part(parameter, shape, library)
 
+    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
+        def stack(name: str, outputs: int, inputs: int) -> Stack:
+            def rows(expert: int) -> Any:
+                parameter = f"{block}.experts.{expert}.{name}.weight"
+                if parameter not in self._files:
+                    raise NotInBlocksError(f"the checkpoint has no tensor {parameter!r}")
+                self._files.used.add(parameter)
+                return rows_of_blocks(self._files.rows(parameter, (outputs, inputs), FLOATS), self._bits)
+
+            return packed_by_expert(FORMATS[self._bits], (outputs, inputs), sizes.experts, rows, library)
+
+        gate, up = (stack(name, sizes.inner, sizes.hidden) for name in ("gate_proj", "up_proj"))
+        return ExpertStacks(gate, up, stack("down_proj", sizes.hidden, sizes.inner))
+
     def unpacked(self, parameter: str, shape: tuple[int, int]) -> Tensor:
         """[outputs, inputs] float32: the numbers that a quantised matrix stands for."""
         weight = self._files.rows(parameter, shape, FLOATS)
@@ -379,22 +391,31 @@ class RoundedCheckpoint(_Checkpoint):
         """The model without weights, and its tensors."""
         files = CheckpointFiles(self.source, self.folder, self.files)
         model = self._empty(files)
-        if is_mixture(model):
-            raise UsageError(
-                f"quantize={self.quantise!r}, but model {self.source!r} is a mixture of experts; allowed: 'none'"
-            )
         wide = {f"{name}.weight" for name, module in model.named_modules() if _is_outermost(module, model)}
         return model, RoundedTensors(files, self.quantise, wide), files
 
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         check_kernels()
         empty, tensors, files = self._tensors()
-        model = fill(empty, tensors, activations)
+        is_mixture = bool(expert_blocks(empty))
+        try:
+            model = fill(empty, tensors, activations)
+        except NotInBlocksError as error:
+            if is_mixture:
+                raise self._no_mixture(str(error)) from error
+            raise
         files.check_unused(model._keys_to_ignore_on_load_unexpected)
         return self.folder, model
 
+    def _no_mixture(self, reason: str) -> UsageError:
+        return UsageError(
+            f"quantize={self.quantise!r}, but model {self.source!r} is a mixture of experts: {reason}; allowed: 'none'"
+        )
+
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
         model, tensors, files = self._tensors()
+        if expert_blocks(model):
+            raise self._no_mixture("it is quantised only where the kernels compute with blocks")
         weights = dict[str, Tensor]()
         for name, module in model.named_modules():
             parameter = f"{name}.weight"

@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.cpu.block_experts import experts_of
 from slipstream.models.cpu.block_linear import BlockPart, block_linears
 from slipstream.models.cpu.grouped_blocks import Q8_0, GroupedMatrix, grouped_format
 from slipstream.models.cpu.huge_pages import HugePages
@@ -41,15 +42,11 @@ class QuantisedLinear(KernelLinear):
         """bits: a key of `BITS`; library: what `kernels` returns; memory: for the weights, see `BlockPart`."""
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        weight, block = linear.weight.detach(), FORMATS[BITS[bits]]
+        weight = linear.weight.detach()
         self.dtype = weight.dtype
-
-        def rows(first: int, last: int) -> Any:
-            return rows_of_blocks(weight[first:last], BITS[bits])
-
-        self.part = BlockPart(block, (self.out_features, self.in_features), rows, library, memory)
+        self.part = quantised_part(weight, library, bits, memory)
         bias = None if self.bias is None else self.bias.detach().to(torch.bfloat16)
-        self._set_weights(library, block.code, (self.part.data, None, None, None, bias))
+        self._set_weights(library, self.part.block.code, (self.part.data, None, None, None, bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features], computed from bfloat16 numbers."""
@@ -58,6 +55,16 @@ class QuantisedLinear(KernelLinear):
     def rows(self, outputs: Tensor) -> Tensor:
         """[N, in_features]: the rounded weights of some outputs [N]."""
         return self.part.rows(outputs).to(self.dtype)
+
+
+def quantised_part(weight: Tensor, library: Any, bits: str, memory: HugePages | None = None) -> BlockPart:
+    """A matrix [outputs, inputs] in 4 or 8 bits, for the kernels; see `QuantisedLinear`."""
+    outputs, inputs = weight.shape
+
+    def rows(first: int, last: int) -> Any:
+        return rows_of_blocks(weight[first:last], BITS[bits])
+
+    return BlockPart(FORMATS[BITS[bits]], (outputs, inputs), rows, library, memory)
 
 
 def quantised(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> nn.Module:
@@ -75,6 +82,14 @@ def formats_of(model: nn.Module) -> str:
     )
 
 
+def arithmetic_of(model: nn.Module) -> str:
+    """The kinds of blocks and activations that a model computes with, for people to read; empty if there are none."""
+    linears = block_linears(model)
+    formats = {part.block.name for linear in linears for part in linear.parts}
+    formats.update(name for experts in experts_of(model) for name in experts.formats)
+    return f"{'+'.join(sorted(formats))} blocks, {linears[0].activations} activations" if linears else ""
+
+
 def fits(linear: nn.Linear) -> bool:
     """True if the kernels take a layer of this shape."""
     return linear.in_features % INPUTS == 0
@@ -89,6 +104,8 @@ def rounded_activations(model: nn.Module) -> str | None:
     """How a model's activations are rounded, a key of `ACTIVATIONS` in block_linear.py; None if they are not."""
     if linears := block_linears(model):
         return linears[0].activations
+    if rounding := [experts for experts in experts_of(model) if experts.rounds_activations]:
+        return rounding[0].activations
     return "int8" if any(isinstance(module, QuantisedLinear) for module in model.modules()) else None
 
 

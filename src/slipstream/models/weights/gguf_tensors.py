@@ -7,9 +7,10 @@ one core and holds Python's lock. Packing needs neither the lock nor the model, 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from types import TracebackType
 from typing import Any, cast
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_experts import ExpertSizes, ExpertStacks, Stack
 from slipstream.models.cpu.block_linear import BlockPart, Table, fits_blocks
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
@@ -46,7 +48,8 @@ class PackedAhead:
         self._parts: dict[str, BlockPart] = {}
         for entry in entries:
             assert entry.block is not None
-            self._parts[entry.name] = BlockPart(entry.block, cast(Any, entry.shape), None, library, memory)
+            shape = math.prod(entry.shape[:-1]), entry.shape[-1]  # experts follow each other
+            self._parts[entry.name] = BlockPart(entry.block, shape, None, library, memory)
         by_file = [[entry for entry in entries if entry.file == file] for file in header.parts]
         self._files = [_FilePieces(group, self._parts) for group in by_file if group]
         self._library = library
@@ -106,8 +109,13 @@ def _piece(entry: TensorEntry, part: BlockPart, first: int, last: int) -> FilePi
 
 
 def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
-    is_matrix = len(entry.shape) == 2 and 0 not in entry.shape
+    is_matrix = len(entry.shape) in (2, 3) and 0 not in entry.shape and not is_of_router(entry)
     return is_matrix and not entry.name.endswith(REORDERED) and not stays_in_file(header, entry.name)
+
+
+def is_of_router(entry: TensorEntry) -> bool:
+    """True for a router, which chooses experts: it is no matrix for `check_kind`."""
+    return "ffn_gate_inp" in entry.name
 
 
 def stays_in_file(header: GGUFHeader, name: str) -> bool:
@@ -295,6 +303,30 @@ class GGUFTensors:
         if named.order is None and stays_in_file(self.header, named.entry.name):
             return RowsOfFile(named.entry, library)
         return self.part(parameter, shape, library)
+
+    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
+        layer = next(part for part in block.split(".") if part.isdigit())
+        count, inner, hidden = sizes.experts, sizes.inner, sizes.hidden
+
+        def part(name: str, outputs: int, inputs: int) -> BlockPart:
+            entry = self.header.tensors.get(f"blk.{layer}.{name}.weight")
+            if entry is None:
+                raise SlipstreamError(f"model {str(self.header.file)!r} has no tensor 'blk.{layer}.{name}.weight'")
+            self._used.add(entry.name)
+            self.check_shape(entry, (count, outputs, inputs))
+            check_kind(entry)
+            rows = replace(entry, shape=(count * outputs, inputs))
+            return self._ahead.part(entry.name) or self._reader.part(rows, library, self._memory, None)
+
+        down = Stack.rows_of(part("ffn_down_exps", hidden, inner), count, 0, hidden)
+        if f"blk.{layer}.ffn_gate_up_exps.weight" in self.header.tensors:
+            both = part("ffn_gate_up_exps", 2 * inner, hidden)
+            gate, up = (Stack.rows_of(both, count, first, inner) for first in (0, inner))
+        else:
+            gate, up = (
+                Stack.rows_of(part(f"ffn_{name}_exps", inner, hidden), count, 0, inner) for name in ("gate", "up")
+            )
+        return ExpertStacks(gate, up, down)
 
     def _matrix(self, parameter: str, shape: tuple[int, int]) -> NamedTensor:
         named = self.of(parameter)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_experts import ExpertSizes, ExpertStacks, Stack, packed_by_expert
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.grouped_blocks import CENTRE, GroupedMatrix, NotInBlocksError, number_format
 from slipstream.models.cpu.structs import BlockFormat
@@ -430,6 +431,28 @@ class CheckpointTensors:
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         return self.part(parameter, shape, library)
+
+    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
+        def stack(name: str, outputs: int, inputs: int) -> Stack:
+            def rows(expert: int) -> tuple[BlockFormat, Any]:
+                module = f"{block}.experts.{expert}.{name}"
+                matrix = self._matrices.of(module, (outputs, inputs))
+                if matrix is None:
+                    raise NotInBlocksError(f"tensor '{module}{WEIGHT}' is not quantised, as other experts may be")
+                return matrix.in_blocks()
+
+            kind, _ = rows(0)
+
+            def rows_of_kind(expert: int) -> Any:
+                block_format, read = rows(expert)
+                if block_format != kind:
+                    raise NotInBlocksError(f"{block} has experts in {kind.name} and in {block_format.name}")
+                return read
+
+            return packed_by_expert(kind, (outputs, inputs), sizes.experts, rows_of_kind, library)
+
+        gate, up = (stack(name, sizes.inner, sizes.hidden) for name in ("gate_proj", "up_proj"))
+        return ExpertStacks(gate, up, stack("down_proj", sizes.hidden, sizes.inner))
 
     def _numbers(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix that was not quantised."""

@@ -59,6 +59,20 @@ struct numbers {
 void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,
               uint8_t *to);
 
+/* Rounds 32 inputs of a token, from number `first` of x on, to its place in a tile of `count` places. */
+void quantise_group(struct numbers x, int64_t first, const struct tiling *of, int place, int count, uint8_t *to);
+
+/* A token of a forward, and the factor of what is computed for it. */
+struct token_row {
+    int64_t token;
+    float weight;
+};
+
+/* Copies the quantised inputs of some tokens, `rows`, to tiles. from: all tokens, in tiles of one token each. To be
+ * called by all threads of a team, each of which copies a part of the inputs. */
+void gather(const struct member *me, const uint8_t *from, int64_t inputs, const struct token_row *rows, int64_t count,
+            const struct tiling *of, uint8_t *to);
+
 /* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: `activation_bytes`. */
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space);
@@ -67,13 +81,18 @@ void multiply_blocks(const struct block_linear *w, const float *x, int64_t token
 void block_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
                 float *sums);
 
+/* The same for a tile of any tiling and a panel of any format. plain: the tile's inputs [rows][inputs] before rounding,
+ * for formats in floating point. A tile in rows needs `begin_tiles`. */
+void panel_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, const struct tiling *of,
+                const uint8_t *x, const float *plain, float *sums);
+
 /* The same for a tile in rows, of 12 or 16 tokens, between `begin_tiles` and `end_tiles`, and for all formats with
  * codes. Where there is no AMX there are no such tiles. */
 void tile_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, const uint8_t *x, float *sums);
 void begin_tiles(int64_t tokens);
 void end_tiles(void);
 
-/* The same for the kinds of grouped.c. plain: the activations before rounding, for weights in floating point. */
+/* The same for the kinds of grouped.c. */
 static inline int is_grouped(int64_t format) { return format >= FORMATS; }
 static inline int has_numbers(int64_t format) { return is_grouped(format) && format % KINDS >= BFLOAT16; }
 int64_t grouped_panel_bytes(int64_t format, int64_t inputs);

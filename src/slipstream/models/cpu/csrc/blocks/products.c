@@ -87,24 +87,28 @@ static void store(const struct product *of, int64_t token, int64_t first, int64_
     memcpy(of->rounded + token * w->outputs + first, rounded, (size_t)there * sizeof *rounded);
 }
 
+void panel_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, const struct tiling *of,
+                const uint8_t *x, const float *plain, float *sums) {
+    if (of->in_rows && !has_numbers(format)) {
+        tile_sums(format, panel, inputs, of->tokens, x, sums);
+    } else if (is_grouped(format)) {
+        for (int64_t i = 0; i < rows; i += TILE)
+            grouped_sums(format, panel, inputs, least(TILE, rows - i), of->planes, x, plain ? plain + i * inputs : NULL,
+                         sums + i * LANES);
+    } else {
+        block_sums(format, panel, inputs, rows, of->planes, x, sums);
+    }
+}
+
 /* A panel of a chunk times the tile that begins with token `done`. */
 static void multiply_panel(const struct product *of, const struct chunk *in, int64_t panel, int64_t done) {
     float sums[2 * TILE * LANES];
-    const struct block_linear *w = of->w;
-    const struct block_part *part = in->of.part;
-    const uint8_t *data = part->data + panel * in->of.bytes, *x = of->space + bytes_before(&of->tiling, w->inputs, done);
-    int64_t format = part->format, tile = of->tiling.tokens, planes = of->tiling.planes;
-    int64_t rows = least(tile, of->tokens - done), there = least(LANES, part->outputs - panel * LANES);
-    if (of->tiling.in_rows && !has_numbers(format)) {
-        tile_sums(format, data, w->inputs, tile, x, sums);
-    } else if (is_grouped(format)) {
-        for (int64_t i = 0; i < rows; i += TILE)
-            grouped_sums(format, data, w->inputs, least(TILE, rows - i), planes, x,
-                         of->x.floats ? of->x.floats + (done + i) * w->inputs : NULL, sums + i * LANES);
-    } else {
-        block_sums(format, data, w->inputs, rows, planes, x, sums);
-    }
-    for (int64_t i = 0; i < rows; i++) store(of, done + i, in->of.first + panel * LANES, there, sums + i * LANES);
+    int64_t inputs = of->w->inputs, outputs = in->of.part->outputs, rows = least(of->tiling.tokens, of->tokens - done);
+    const uint8_t *x = of->space + bytes_before(&of->tiling, inputs, done);
+    panel_sums(in->of.part->format, in->of.part->data + panel * in->of.bytes, inputs, rows, &of->tiling, x,
+               of->x.floats ? of->x.floats + done * inputs : NULL, sums);
+    for (int64_t i = 0; i < rows; i++)
+        store(of, done + i, in->of.first + panel * LANES, least(LANES, outputs - panel * LANES), sums + i * LANES);
 }
 
 static void multiply_in_team(const struct member *me, void *given) {
