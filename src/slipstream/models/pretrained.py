@@ -12,16 +12,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.block_experts import (
-    ExpertArithmetic,
-    ModuleTensors,
-    expert_blocks,
-    experts_of,
-    numbers_part,
-    replace_experts,
-)
-from slipstream.models.cpu.block_linear import BlockPart
-from slipstream.models.cpu.grouped_blocks import NotInBlocksError
+from slipstream.models.cpu.block_experts import experts_of
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed, pack, unsupported
@@ -29,10 +20,10 @@ from slipstream.models.cpu.quantised_linear import (
     BITS,
     SMALLEST,
     arithmetic_of,
+    convert_experts,
     formats_of,
     num_weights,
     quantised,
-    quantised_part,
 )
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
@@ -134,7 +125,7 @@ def _backend(
     if convert is not None:
         _convert(model, convert)
     elif fast is not False and owned is None and model.device.type == "cpu":
-        _convert_experts(model, numbers_part)  # of float16, for one, whose linear layers stay
+        convert_experts(model)  # of float16, for one, whose linear layers stay
     elif captured and fast is True:
         fuse(model)
     if reason is None:
@@ -215,31 +206,11 @@ def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None
 
 def _convert(model: Any, convert: Convert) -> None:
     """Replace each linear layer that runs with what `convert` makes of it; layers that share an input become one."""
-    bits = convert.keywords["bits"] if isinstance(convert, partial) else None
-    memory = HugePages()
-    _convert_experts(
-        model,
-        partial(numbers_part, memory=memory) if bits is None else partial(quantised_part, bits=bits, memory=memory),
-    )
+    convert_experts(model, convert)
     calls = linear_calls(model)
     unused = called_by_none(model, calls)
     fuse(model, convert, calls)
     pack(model, convert, unused)
-
-
-def _convert_experts(model: Any, pack: Callable[[Tensor, Any], BlockPart]) -> None:
-    """Replace the blocks of experts of a mixture by the kernels' if all can be. pack: see `ModuleTensors`."""
-    library = kernels() if expert_blocks(model) else None
-    if library is None or getattr(model, "is_quantized", False):
-        return
-
-    def tensors(block: nn.Module, name: str) -> ModuleTensors:
-        return ModuleTensors(block, name, pack)
-
-    try:
-        replace_experts(model, tensors, ExpertArithmetic("int8", library))
-    except NotInBlocksError as error:
-        warn_slower(f"{type(model).__name__} keeps transformers' experts: {error}")
 
 
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantised: QuantisedModel | None) -> Loaded:

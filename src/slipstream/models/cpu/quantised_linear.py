@@ -9,20 +9,29 @@ accepted. A draft step then reads a third or half of the bytes. A target is quan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.block_experts import experts_of
+from slipstream.models.cpu.block_experts import (
+    ExpertArithmetic,
+    ModuleTensors,
+    expert_blocks,
+    experts_of,
+    numbers_part,
+    replace_experts,
+)
 from slipstream.models.cpu.block_linear import BlockPart, block_linears
-from slipstream.models.cpu.grouped_blocks import Q8_0, GroupedMatrix, grouped_format
+from slipstream.models.cpu.grouped_blocks import Q8_0, GroupedMatrix, NotInBlocksError, grouped_format
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed
 from slipstream.models.cpu.structs import INPUTS, BlockFormat
+from slipstream.models.notices import warn_slower
 
 BITS = {"int4": 4, "int8": 8}
 FORMATS: dict[int, BlockFormat] = {4: grouped_format("INT4", INPUTS), 8: Q8_0}  # by bits
@@ -73,6 +82,30 @@ def quantised(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> 
     if library is None or not fits(linear):
         return compressed_or_packed(linear)
     return QuantisedLinear(linear, bits, library, memory)
+
+
+def convert_experts(model: Any, convert: Callable[[nn.Linear], nn.Module] | None = None) -> None:
+    """Replace the blocks of experts of a mixture by the kernels' if they can compute all of them.
+
+    convert: what replaces the linear layers; the experts are quantised as it says, or keep their numbers.
+    """
+    library = kernels() if expert_blocks(model) else None
+    if library is None or getattr(model, "is_quantized", False):
+        return
+    memory = HugePages()
+
+    def pack(weight: Tensor, library: Any) -> BlockPart:
+        if isinstance(convert, partial):
+            return quantised_part(weight, library, convert.keywords["bits"], memory)
+        return numbers_part(weight, library, memory)
+
+    def tensors(block: nn.Module, name: str) -> ModuleTensors:
+        return ModuleTensors(block, name, pack)
+
+    try:
+        replace_experts(model, tensors, ExpertArithmetic("int8", library))
+    except NotInBlocksError as error:
+        warn_slower(f"{type(model).__name__} keeps transformers' experts: {error}")
 
 
 def formats_of(model: nn.Module) -> str:
