@@ -68,14 +68,15 @@ def block_of(model: Any) -> tuple[str, nn.Module]:
     return expert_blocks(model)[0]
 
 
-def write_qwen3moe(path: Path, kind: str, **changes: Any) -> Any:
-    """A GGUF file of a tiny Qwen3 mixture, its matrices in blocks of a type; returns the model of the file's numbers."""
+def write_gguf(path: Path, kind: str, family: str = "qwen3_moe") -> Any:
+    """A GGUF file of a tiny Qwen mixture in blocks of this type; returns the model of the file's numbers."""
     import gguf
     from gguf.quants import dequantize, quantize
 
-    model = mixture("qwen3_moe", **({"moe_intermediate_size": 768, "hidden_size": 256} | changes))
+    sizes = {"moe_intermediate_size": 256, "hidden_size": 256, "shared_expert_intermediate_size": 256}
+    model, architecture = mixture(family, **sizes), family.replace("_", "")
     config = model.config
-    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -91,13 +92,13 @@ def write_qwen3moe(path: Path, kind: str, **changes: Any) -> Any:
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     byte_level("qwen2", {"<a>": 3, "<b>": 3, "<c>": 3}, merges=("Ċ Ċ",))(writer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
 
     def add(name: str, tensor: torch.Tensor) -> None:
         """Writes a tensor, and gives it the numbers that the file holds."""
         numbers = tensor.float().numpy()
         if tensor.dim() == 1 or "ffn_gate_inp" in name:
-            writer.add_tensor(name, numbers)
+            writer.add_tensor(name, numbers[0] if "shexp" in name else numbers)
             return
         number = gguf.GGMLQuantizationType[kind]
         if kind in ("Q4_K", "Q5_K", "Q6_K"):

@@ -26,7 +26,7 @@ from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.hf.block_model import check_kernels, empty_model, fill
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.adapters import adapter_at
-from slipstream.models.weights.gguf_configuration import described, scale_positions, unreadable_gguf
+from slipstream.models.weights.gguf_configuration import described, scale_positions, size_experts, unreadable_gguf
 from slipstream.models.weights.gguf_file import GGUFHeader, read_header
 from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind, is_of_router
 from slipstream.models.weights.model_files import is_gguf, not_loaded
@@ -174,6 +174,7 @@ class GGUFFile:
             hf_config = AutoConfig.from_pretrained(folder)
             hf_config.tie_word_embeddings = "output.weight" not in header.tensors
             scale_positions(hf_config, header)
+            size_experts(hf_config, header)
             return hf_config
 
         model = empty_model(config, lambda error: unreadable_gguf(header.file, error))

@@ -33,7 +33,7 @@ from slipstream.models.hf.fast_forwards import _multiplies_tokens_independently
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from tests.support.gguf_files import BY_NAME, part_of, random_blocks
-from tests.support.mixtures import FAMILIES, block_of, mixture, write_qwen3moe
+from tests.support.mixtures import FAMILIES, block_of, mixture, write_gguf
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]
@@ -341,11 +341,13 @@ def test_a_mixture_whose_tensors_have_other_names_is_not_quantised(tmp_path: Pat
         load(str(tmp_path), LoadOptions(rounding="int4"))
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", pytest.param("Q4_K", marks=pytest.mark.slow)])
-def test_a_gguf_mixture_is_computed_in_its_own_blocks(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3_moe", "Q8_0"), pytest.param("qwen2_moe", "Q4_K", marks=pytest.mark.slow)]
+)
+def test_a_gguf_mixture_is_computed_in_its_own_blocks(family: str, kind: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     file = tmp_path / "mixture.gguf"
-    expected = write_qwen3moe(file, kind)
+    expected = write_gguf(file, kind, family)
     loaded = load(str(file), LoadOptions(activations="int15"))
     assert loaded.arithmetic == f"{kind} blocks, int15 activations"
     loaded.backend.reserve(1, 64)

@@ -129,6 +129,14 @@ def scale_positions(config: Any, header: GGUFHeader) -> None:
     settings |= _by_metadata(header) | _by_factors(header, float(settings.get("rope_theta") or 10000.0))
 
 
+def size_experts(config: Any, header: GGUFHeader) -> None:
+    """Write how large a file's experts are into the configuration, where transformers' reader leaves its defaults."""
+    for name, tensor in (("moe_intermediate_size", "gate_exps"), ("shared_expert_intermediate_size", "gate_shexp")):
+        found = (entry for key, entry in header.tensors.items() if key.endswith(f".ffn_{tensor}.weight"))
+        if hasattr(config, name) and (entry := next(found, None)) is not None and len(entry.shape) > 1:
+            setattr(config, name, entry.shape[-2])
+
+
 def _by_metadata(header: GGUFHeader) -> dict[str, Any]:
     """The settings of linear and YaRN scaling; empty for none."""
     scaling = header.scaling

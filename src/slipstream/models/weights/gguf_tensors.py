@@ -230,7 +230,7 @@ class GGUFTensors:
         # numbers that are all different show whether the reader changes more than the order of the rows
         numbers = numpy.arange(float(numpy.prod(shape))).reshape(shape)
         changed = self._processed(entry, numbers.copy())
-        if changed.shape != shape:
+        if changed.shape not in (shape, (1, *shape)):  # a vector may become a matrix of one row
             raise NotInBlocksError(
                 f"tensor {entry.name!r} is {list(shape)} in the file and {list(changed.shape)} in the model; "
                 "computed with: the same shape"
@@ -256,7 +256,7 @@ class GGUFTensors:
         if named is None:
             raise self._missing(parameter)
         entry = named.entry
-        self.check_shape(entry, shape)
+        self.check_shape(entry, shape[1:] if shape[0] == 1 and len(entry.shape) == 1 else shape)
         if entry.kind not in FLOATS:
             raise NotInBlocksError(
                 f"tensor {entry.name!r} of type {entry.kind_name} is not for a product; computed with: F32, F16, BF16"
