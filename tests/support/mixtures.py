@@ -74,6 +74,7 @@ def write_gguf(path: Path, kind: str, family: str = "qwen3_moe") -> Any:
     from gguf.quants import dequantize, quantize
 
     sizes = {"moe_intermediate_size": 256, "hidden_size": 256, "shared_expert_intermediate_size": 256}
+    sizes["head_dim"] = 64
     model, architecture = mixture(family, **sizes), family.replace("_", "")
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)

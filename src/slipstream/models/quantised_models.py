@@ -17,9 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
-from slipstream.models.cpu.block_experts import ExpertSizes, ExpertStacks, Stack, expert_blocks, packed_by_expert
+from slipstream.models.cpu.block_experts import (
+    ExpertSizes,
+    ExpertStacks,
+    expert_blocks,
+    stacks_of_single_experts,
+)
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.quantised_linear import BITS, FORMATS, pieces, rows_of_blocks
 from slipstream.models.cpu.structs import INPUTS
@@ -340,6 +346,7 @@ class RoundedTensors:
     def __init__(self, files: CheckpointFiles, quantise: str, wide: set[str]) -> None:
         """quantise: "int4" or "int8"; wide: parameters that always get 8 bits."""
         self._files, self._bits, self._wide = files, BITS[quantise], wide
+        self._memory = HugePages()
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         self._files.used.add(parameter)
@@ -354,24 +361,15 @@ class RoundedTensors:
         def rows(first: int, last: int) -> Any:
             return rows_of_blocks(self._files.rows(parameter, shape, FLOATS, first, last), bits)
 
-        return BlockPart(FORMATS[bits], shape, rows, library)
+        return BlockPart(FORMATS[bits], shape, rows, library, self._memory)
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         return self.part(parameter, shape, library)
 
     def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
-        def stack(name: str, outputs: int, inputs: int) -> Stack:
-            def rows(expert: int) -> Any:
-                parameter = f"{block}.experts.{expert}.{name}.weight"
-                if parameter not in self._files:
-                    raise NotInBlocksError(f"the checkpoint has no tensor {parameter!r}")
-                self._files.used.add(parameter)
-                return rows_of_blocks(self._files.rows(parameter, (outputs, inputs), FLOATS), self._bits)
-
-            return packed_by_expert(FORMATS[self._bits], (outputs, inputs), sizes.experts, rows, library)
-
-        gate, up = (stack(name, sizes.inner, sizes.hidden) for name in ("gate_proj", "up_proj"))
-        return ExpertStacks(gate, up, stack("down_proj", sizes.hidden, sizes.inner))
+        return stacks_of_single_experts(
+            lambda name, shape: self.part(name, shape, library), block, sizes, self._files.shapes
+        )
 
     def unpacked(self, parameter: str, shape: tuple[int, int]) -> Tensor:
         """[outputs, inputs] float32: the numbers that a quantised matrix stands for."""

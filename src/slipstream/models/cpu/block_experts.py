@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -363,16 +363,22 @@ def numbers_part(weight: Tensor, library: Any, memory: HugePages | None = None) 
     return BlockPart(number_format(weight.dtype, inputs), (outputs, inputs), rows, library, memory)
 
 
-def packed_by_expert(
-    block: BlockFormat, shape: tuple[int, int], experts: int, rows: Callable[[int], Any], library: Any
-) -> Stack:
-    """A matrix [shape] of each expert, whose rows of blocks `rows` returns as an array of bytes."""
-    outputs, inputs = shape
-    part = BlockPart(block, (experts * outputs, inputs), None, library)
-    for expert in range(experts):
-        read = rows(expert)
-        library.pack_panels(block.code, read.ctypes.data, outputs, inputs, part.from_row(expert * outputs), 1)
-    return Stack.rows_of(part, experts, 0, outputs)
+def stacks_of_single_experts(
+    part: Callable[[str, tuple[int, int]], BlockPart], block: str, sizes: ExpertSizes, names: Iterable[str]
+) -> ExpertStacks:
+    """The matrices of a checkpoint that has a tensor for each matrix of each expert. names: of all its tensors."""
+    prefix = f"{block}.experts.0.gate_proj."
+    if not any(name.startswith(prefix) for name in names):
+        raise NotInBlocksError(f"the checkpoint has no tensor '{prefix}weight'")
+
+    def stack(name: str, outputs: int, inputs: int) -> Stack:
+        parts = [part(f"{block}.experts.{i}.{name}.weight", (outputs, inputs)) for i in range(sizes.experts)]
+        if other := next((part for part in parts if part.block != parts[0].block), None):
+            raise NotInBlocksError(f"{block} has experts in {parts[0].block.name} and in {other.block.name}")
+        return Stack(parts[0].block, [part.from_row(0) for part in parts], parts)
+
+    gate, up = (stack(name, sizes.inner, sizes.hidden) for name in ("gate_proj", "up_proj"))
+    return ExpertStacks(gate, up, stack("down_proj", sizes.hidden, sizes.inner))
 
 
 def _parameters(module: Any) -> Iterator[nn.Parameter]:
