@@ -12,6 +12,9 @@ int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count
 void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
 void whole_layer(const struct float_layer *layer, const struct float_cache *memory, const float *hidden,
                        int64_t tokens, const float *cosines, const float *sines, float *out, float *space);
+int64_t experts_scratch(const struct experts *of, int64_t tokens);
+void multiply_experts(const struct experts *of, const float *x, int64_t tokens, const int32_t *forced, int32_t *chosen,
+                      float *out, uint8_t *space);
 int64_t layer_scratch(const struct float_layer *layer, int64_t tokens, int64_t length);
 
 static uint32_t state = 7;
@@ -144,6 +147,59 @@ static void exercise_layer(int64_t size, int64_t window, int64_t planes, int64_t
     for (int i = 0; i < 4; i++) free((void *)parts[i].data);
 }
 
+/* A set of experts whose panels `parts` [3 * count] owns. */
+static struct expert_set set_of(struct block_part *parts, const uint8_t **data, int64_t count, const int64_t *formats,
+                                int64_t inner, int64_t hidden, const float *bias) {
+    struct expert_matrix matrices[3];
+    for (int64_t m = 0; m < 3; m++) {
+        int64_t outputs = m < 2 ? inner : hidden, inputs = m < 2 ? hidden : inner, format = formats[m];
+        for (int64_t e = 0; e < count; e++) {
+            struct block_part *part = parts + m * count + e;
+            *part = is_grouped(format) ? grouped_part(format % KINDS, format / KINDS, outputs, inputs)
+                                       : part_of(format, outputs, inputs);
+            data[m * count + e] = part->data;
+        }
+        matrices[m] = (struct expert_matrix){format, data + m * count, bias};
+    }
+    return (struct expert_set){inner, matrices[0], matrices[1], matrices[2]};
+}
+
+/* Six experts of which a token uses three, and a shared one, at widths that fill tiles of every kind. */
+static void exercise_experts(const int64_t *formats, int64_t planes, int is_sigmoid) {
+    enum { COUNT = 6, USED = 3, HIDDEN = 256, MOST_TOKENS = 75 };
+    struct block_part parts[3 * COUNT], of_shared[3], router = grouped_part(FLOAT32, GROUP, COUNT, HIDDEN);
+    const uint8_t *data[3 * COUNT], *shared_data[3];
+    float *x = numbers(MOST_TOKENS * HIDDEN, 3), *bias = numbers(COUNT * HIDDEN, 0.1f), *gate = numbers(HIDDEN, 0.1f);
+    float *weights = numbers(COUNT * HIDDEN, 0.1f), alone[HIDDEN];
+    for (int64_t i = 0; i < HIDDEN; i++)
+        for (int64_t e = 0; e < COUNT; e++) memcpy((uint8_t *)router.data + (i * LANES + e) * 4, weights + e * HIDDEN + i, 4);
+    int64_t reads = 0;
+    struct experts of = {
+        .hidden = HIDDEN, .count = COUNT, .used = USED, .planes = planes, .router = router,
+        .choice_bias = is_sigmoid ? bias : NULL, .shared_gate = gate,
+        .routed = set_of(parts, data, COUNT, formats, 256, HIDDEN, bias),
+        .shared = set_of(of_shared, shared_data, 1, formats + 1, 512, HIDDEN, NULL),
+        .is_sigmoid = is_sigmoid, .normalises = 1, .factor = 1.5f, .slope = 1, .limit = INFINITY, .reads = &reads,
+    };
+    for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens += tokens < 12 ? 1 : 21) {
+        float *out = malloc(tokens * HIDDEN * sizeof *out);
+        int32_t *chosen = malloc(tokens * USED * sizeof *chosen), last[USED];
+        uint8_t *space = aligned_alloc(64, experts_scratch(&of, tokens)), *one = aligned_alloc(64, experts_scratch(&of, 1));
+        multiply_experts(&of, x, tokens, NULL, chosen, out, space);
+        multiply_experts(&of, x + (tokens - 1) * HIDDEN, 1, NULL, last, alone, one);
+        if (memcmp(alone, out + (tokens - 1) * HIDDEN, sizeof alone)) wrong++;
+        if (memcmp(last, chosen + (tokens - 1) * USED, sizeof last)) wrong++;
+        for (int64_t i = 0; i < tokens * HIDDEN; i++) wrong += !isfinite(out[i]);
+        print_checksum("experts", formats[0], planes, tokens, out, tokens * HIDDEN * sizeof *out);
+        print_checksum("chosen", formats[0], planes, tokens, chosen, tokens * USED * sizeof *chosen);
+        free(out), free(chosen), free(space), free(one);
+    }
+    print_checksum("reads", formats[0], planes, reads, &reads, sizeof reads);
+    for (int i = 0; i < 3 * COUNT; i++) free((void *)parts[i].data);
+    for (int i = 0; i < 3; i++) free((void *)of_shared[i].data);
+    free((void *)router.data), free(x), free(bias), free(gate), free(weights);
+}
+
 int main(void) {
     ask_for_tiles();
     float *bias = numbers(64, 1);
@@ -173,6 +229,10 @@ int main(void) {
     for (int64_t size = 32; size <= 256; size *= 2)
         for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window, 1 + (size > 64), 40);
     for (int64_t window = 0; window <= 700; window += 700) exercise_layer(32, window, 1, 1020);
+    const int64_t brain = BFLOAT16 + KINDS * GROUP, codes = INT4 + KINDS * GROUP;
+    const int64_t mixed[][4] = {{Q4_K, Q4_K, Q6_K, Q8_0}, {Q5_0, brain, Q4_1, Q5_K}, {brain, brain, brain, brain}, {codes, Q8_0, brain, codes}};
+    for (int i = 0; i < 4; i++)
+        for (int64_t planes = 1; planes <= 2; planes++) exercise_experts(mixed[i], planes, i % 2);
     free(bias);
     if (wrong) printf("%d results are wrong\n", wrong);
     return wrong > 0;
