@@ -233,7 +233,7 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantised
     # captured forwards score the whole vocabulary
     fast = options.fast if options.vocabulary in ("auto", "full") else options.fast is True
     backend = _backend(model, fast, convert, passed_trials(source, folder, model, options, layer_kind))
-    ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks
+    ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks or bool(experts_of(model))
     fingerprint = _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
     name = source if options.rounding == "none" else f"{source} quantised to {options.rounding}, group {INPUTS}"

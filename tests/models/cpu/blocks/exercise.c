@@ -12,9 +12,6 @@ int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count
 void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
 void whole_layer(const struct float_layer *layer, const struct float_cache *memory, const float *hidden,
                        int64_t tokens, const float *cosines, const float *sines, float *out, float *space);
-int64_t experts_scratch(const struct experts *of, int64_t tokens);
-void multiply_experts(const struct experts *of, const float *x, int64_t tokens, const int32_t *forced, int32_t *chosen,
-                      float *out, uint8_t *space);
 int64_t layer_scratch(const struct float_layer *layer, int64_t tokens, int64_t length);
 
 static uint32_t state = 7;

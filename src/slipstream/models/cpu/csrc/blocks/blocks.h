@@ -77,6 +77,13 @@ void gather(const struct member *me, const uint8_t *from, int64_t inputs, const 
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space);
 
+/* out [tokens][hidden] = the experts' sum for x [tokens][hidden]. forced: [tokens][used], the experts to use instead of
+ * the router's choice, different ones for each token; or NULL. chosen: [tokens][used], which were used, ascending. space:
+ * `experts_scratch` bytes that begin at a multiple of 64. */
+void multiply_experts(const struct experts *of, const float *x, int64_t tokens, const int32_t *forced, int32_t *chosen,
+                      float *out, uint8_t *space);
+int64_t experts_scratch(const struct experts *of, int64_t tokens);
+
 /* A panel times a tile of 1 to 8 tokens: sums [places(rows)][LANES]. */
 void block_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
                 float *sums);

@@ -370,9 +370,6 @@ static void compute_experts(const struct member *me, void *given) {
     sum_all(me, f);
 }
 
-/* out [tokens][hidden] = the experts' sum for x [tokens][hidden]. forced: [tokens][used], the experts to use instead of
- * the router's choice, different ones for each token; or NULL. chosen: [tokens][used], which were used, ascending. space:
- * `experts_scratch` bytes that begin at a multiple of 64. */
 void multiply_experts(const struct experts *of, const float *x, int64_t tokens, const int32_t *forced, int32_t *chosen,
                       float *out, uint8_t *space) {
     struct forward f = {.of = of, .x = x, .tokens = tokens, .forced = forced, .chosen = chosen, .out = out};
