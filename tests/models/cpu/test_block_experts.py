@@ -58,9 +58,10 @@ def hidden(result: Any) -> Tensor:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("inner", [96, 32])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_block_computes_what_transformers_does(family: str) -> None:
-    model = mixture(family, experts_implementation="eager")
+def test_a_block_computes_what_transformers_does(family: str, inner: int) -> None:
+    model = mixture(family, experts_implementation="eager", moe_intermediate_size=inner, intermediate_size=inner)
     x = TOKENS[:13, :64].view(1, 13, 64)
     expected, experts = hidden(block_of(model)[1](x)), in_kernels(model)
     computed = hidden(experts(x))

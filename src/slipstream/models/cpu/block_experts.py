@@ -162,8 +162,7 @@ class BlockExperts(nn.Module):
     ) -> None:
         """block: transformers' own, of which only shapes, settings and the activation are used; name: in the model.
 
-        config: of the text model. Raises `NotInBlocksError` if the kernels cannot
-        compute this block.
+        config: of the text model. Raises `NotInBlocksError` if the kernels cannot compute this block.
         """
         super().__init__()
         form = mixture_of(block)
@@ -299,11 +298,13 @@ def replace_experts(model: Any, tensors: Callable[[nn.Module, str], ExpertTensor
     config = model.config.get_text_config()
     for _, block in blocks:
         mixture_of(block)  # before the first one is replaced
-    for name, block in blocks:
+    has_blocks = bool(blocks)
+    while blocks:
+        name, block = blocks.pop()  # so that nothing holds it when it is replaced
         experts = BlockExperts(block, name, config, tensors(block, name), computed)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, experts)
-    if blocks and hasattr(config, "output_router_logits"):
+    if has_blocks and hasattr(config, "output_router_logits"):
         config.output_router_logits = False  # for the balancing loss of training, which needs the replaced routers
 
 
@@ -337,7 +338,7 @@ class ModuleTensors:
     def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
         gate_up, down = (self._tensor(f"{block}.experts.{name}") for name in ("gate_up_proj", "down_proj"))
         count, inner, hidden = sizes.experts, sizes.inner, sizes.hidden
-        if gate_up.shape == (count, 2 * inner, hidden):
+        if not hasattr(self._block.experts, "gate_up_proj_bias"):
             part = self._pack(gate_up.flatten(0, 1), library)
             gate, up = (Stack.rows_of(part, count, first, inner) for first in (0, inner))
             return ExpertStacks(gate, up, Stack.rows_of(self._pack(down.flatten(0, 1), library), count, 0, hidden))
