@@ -222,7 +222,7 @@ def test_more_experts_than_there_are_and_none_are_refused(used: int) -> None:
 
 def test_a_mixture_without_experts_is_refused() -> None:
     with pytest.raises(SlipstreamError, match="num_experts_per_tok=3; allowed: 1 to 0"):
-        in_kernels(mixture("mixtral", num_local_experts=0))
+        in_kernels(mixture("mixtral", num_local_experts=0, num_experts=0))
 
 
 def _with_hook(model: Any) -> None:
