@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +48,7 @@ class Mixture:
 
 
 _SOFTMAX = Mixture(normalises="norm_topk_prob")
-_SHARED = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
+_GATED = Mixture(normalises="norm_topk_prob", shared="shared_expert", shared_gate="shared_expert_gate")
 _GLM = Mixture(
     is_sigmoid=True,
     normalises="norm_topk_prob",
@@ -66,10 +66,10 @@ _LFM2 = Mixture(
 )
 # by the name of the block's class in transformers
 MIXTURES: Mapping[str, Mixture] = {
-    "Qwen2MoeSparseMoeBlock": Mixture(normalises="norm_topk_prob", **_SHARED),
+    "Qwen2MoeSparseMoeBlock": _GATED,
     "Qwen3MoeSparseMoeBlock": _SOFTMAX,
-    "Qwen3NextSparseMoeBlock": Mixture(normalises="norm_topk_prob", **_SHARED),
-    "Qwen3_5MoeSparseMoeBlock": Mixture(**_SHARED),
+    "Qwen3NextSparseMoeBlock": _GATED,
+    "Qwen3_5MoeSparseMoeBlock": replace(_GATED, normalises=True),
     "OlmoeSparseMoeBlock": _SOFTMAX,
     "MixtralSparseMoeBlock": Mixture(),
     "GraniteMoeMoE": Mixture(router="router"),
@@ -349,7 +349,7 @@ class ModuleTensors:
             stacks.append(Stack.rows_of(part, count, 0, inner, bias[:, place::2].contiguous()))
         part = self._pack(down.transpose(1, 2).flatten(0, 1), library)
         bias = self._tensor(f"{block}.experts.down_proj_bias").float().contiguous()
-        return ExpertStacks(*stacks, Stack.rows_of(part, count, 0, hidden, bias))
+        return ExpertStacks(stacks[0], stacks[1], Stack.rows_of(part, count, 0, hidden, bias))
 
 
 def numbers_part(weight: Tensor, library: Any, memory: HugePages | None = None) -> BlockPart:
