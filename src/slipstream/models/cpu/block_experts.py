@@ -300,7 +300,7 @@ def replace_experts(model: Any, tensors: Callable[[nn.Module, str], ExpertTensor
         mixture_of(block)  # before the first one is replaced
     has_blocks = bool(blocks)
     while blocks:
-        name, block = blocks.pop()  # so that nothing holds it when it is replaced
+        name, block = blocks.pop(0)  # so that nothing holds it when it is replaced
         experts = BlockExperts(block, name, config, tensors(block, name), computed)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, experts)
