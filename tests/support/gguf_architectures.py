@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.gguf_files import TOKENS, _add_tokenizer
+from tests.support.gguf_files import BY_NAME, TOKENS, _add_tokenizer, random_blocks
 
 Written = Iterable[tuple[str, Tensor]]
 Write = Callable[[Any, str, Tensor], Written | None]  # configuration, parameter, numbers; None: as they are
@@ -47,7 +47,7 @@ class Case:
     write: Write = lambda config, name, numbers: None
     without: tuple[str, ...] = ()  # generic metadata that its files do not have
     rounded: tuple[str, ...] = ()  # parameters that come back with another last bit
-    dense: bool = True  # its files can be computed in blocks
+    in_blocks: bool = True  # its files can be computed in blocks
     tensors: Callable[[Any], dict[str, Tensor]] = lambda config: {}
 
     def config(self) -> Any:
@@ -77,7 +77,8 @@ def is_shifted(config: Any, name: str) -> bool:
 def write_case(
     path: Path, architecture: str, case: Case, kind: str = "F32", skip: tuple[str, ...] = (), **more: Any
 ) -> Any:
-    """Write a file, and return its model. kind: of matrices; skip: what to leave out; more: metadata."""
+    """Write a file, and return its model. kind: of matrices, random ones for K types; skip: what to leave out; more:
+    metadata."""
     import gguf
 
     config = case.config()
@@ -120,7 +121,12 @@ def add_tensor(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
         writer.add_tensor(name, numbers)
     else:
         number = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(name, quantize(numbers, number), raw_dtype=number)
+        if kind.endswith("_K"):  # which the package does not quantise to
+            rows = random_blocks(BY_NAME[kind], *numbers.reshape(-1, numbers.shape[-1]).shape, len(name), 0.0003)
+            raw = rows.reshape(*numbers.shape[:-1], -1)
+        else:
+            raw = quantize(numbers, number)
+        writer.add_tensor(name, raw, raw_dtype=number)
 
 
 def add_value(writer: Any, key: str, value: Any) -> None:
@@ -448,7 +454,6 @@ CASES: dict[str, Case] = {
         HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
         rotates,
         permuted,
-        dense=False,
     ),
     "mistral3": Case(
         "ministral3",
@@ -555,7 +560,6 @@ CASES: dict[str, Case] = {
         "qwen3_moe",
         HEADS | EXPERTS | theta(1e6) | {"norm_topk_prob": True},
         lambda config: {"expert_feed_forward_length": config.moe_intermediate_size},
-        dense=False,
     ),
     "qwen2moe": Case(
         "qwen2_moe",
@@ -564,15 +568,13 @@ CASES: dict[str, Case] = {
         lambda config, name, numbers: (
             [(name, numbers.squeeze(0))] if name.endswith("shared_expert_gate.weight") else None
         ),
-        dense=False,
     ),
-    "olmoe": Case("olmoe", {"num_experts": 8, "num_experts_per_tok": 2} | theta(9000.0), dense=False),
+    "olmoe": Case("olmoe", {"num_experts": 8, "num_experts_per_tok": 2} | theta(9000.0)),
     "granitemoe": Case(
         "granitemoe",
         theta(9000.0) | GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2},
         granite_keys,
         granite_experts,
-        dense=False,
     ),
     "gpt-oss": Case(
         "gpt_oss",
@@ -581,7 +583,6 @@ CASES: dict[str, Case] = {
         | theta(150000.0, **YARN, beta_fast=32.0, beta_slow=1.0, truncate=False),
         lambda config: pattern(config) | {"expert_feed_forward_length": config.intermediate_size},
         gpt_oss,
-        dense=False,
     ),
     "lfm2": Case(
         "lfm2",
@@ -590,7 +591,6 @@ CASES: dict[str, Case] = {
         | {"block_auto_adjust_ff_dim": False},
         convolution_keys,
         convolution,
-        dense=False,
     ),
     "lfm2moe": Case(
         "lfm2_moe",
@@ -603,7 +603,6 @@ CASES: dict[str, Case] = {
             | {"expert_feed_forward_length": 32, "leading_dense_block_count": 1, "expert_gating_func": 2}
         ),
         convolution,
-        dense=False,
     ),
     "glm4moe": Case(
         "glm4_moe",
@@ -622,7 +621,6 @@ CASES: dict[str, Case] = {
             "expert_weights_norm": True,
         },
         sigmoid,
-        dense=False,
     ),
     "deepseek2": Case(
         "glm4_moe_lite",
@@ -647,9 +645,9 @@ CASES: dict[str, Case] = {
             "expert_weights_norm": True,
         },
         latent,
-        dense=False,
+        in_blocks=False,
     ),
-    "qwen35": Case("qwen3_5_text", DELTA_NET, delta_net_keys, delta_net, rounded=("A_log",), dense=False),
+    "qwen35": Case("qwen3_5_text", DELTA_NET, delta_net_keys, delta_net, rounded=("A_log",)),
     "qwen35moe": Case(
         "qwen3_5_moe_text",
         DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 64, "intermediate_size": None},
@@ -662,9 +660,8 @@ CASES: dict[str, Case] = {
             else delta_net(config, name, numbers)
         ),
         rounded=("A_log",),
-        dense=False,
     ),
-    "gemma4": Case("gemma4_text", GEMMA4, gemma4_keys, gemma4, tensors=proportional, dense=False),
+    "gemma4": Case("gemma4_text", GEMMA4, gemma4_keys, gemma4, tensors=proportional, in_blocks=False),
     "gemma4-experts": Case(
         "gemma4_text",
         GEMMA4
@@ -673,7 +670,7 @@ CASES: dict[str, Case] = {
         gemma4_keys,
         gemma4,
         tensors=proportional,
-        dense=False,
+        in_blocks=False,
     ),
     "gemma4-small": Case(
         "gemma4_text",
@@ -683,7 +680,7 @@ CASES: dict[str, Case] = {
         gemma4_keys,
         gemma4,
         tensors=proportional,
-        dense=False,
+        in_blocks=False,
     ),
     "granitehybrid": Case(
         "granitemoehybrid",
@@ -695,7 +692,7 @@ CASES: dict[str, Case] = {
         mamba_keys,
         mamba,
         rounded=("A_log",),
-        dense=False,
+        in_blocks=False,
     ),
     "granitehybrid-dense": Case(
         "granitemoehybrid",
@@ -707,7 +704,7 @@ CASES: dict[str, Case] = {
         mamba_keys,
         mamba,
         rounded=("A_log",),
-        dense=False,
+        in_blocks=False,
     ),
 }
 

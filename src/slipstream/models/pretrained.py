@@ -13,12 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.block_linear import arithmetic_of
+from slipstream.models.cpu.block_experts import experts_of
 from slipstream.models.cpu.float16_linear import are_tied, in_panels, not_in_panels, widen
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed, pack, unsupported
-from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, formats_of, num_weights, quantised
+from slipstream.models.cpu.quantised_linear import (
+    BITS,
+    SMALLEST,
+    arithmetic_of,
+    convert_experts,
+    formats_of,
+    num_weights,
+    quantised,
+)
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
@@ -118,6 +126,8 @@ def _backend(
         reason = why_not_on_slots(lambda: is_causal(HFBackend(model), model))
     if convert is not None:
         _convert(model, convert)
+    elif fast is not False and owned is None and model.device.type == "cpu":
+        convert_experts(model)  # of float16, for one, whose linear layers stay
     elif captured and fast is True:
         fuse(model)
     if reason is None:
@@ -199,6 +209,7 @@ def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None
 
 def _convert(model: Any, convert: Convert) -> None:
     """Replace each linear layer that runs with what `convert` makes of it; layers that share an input become one."""
+    convert_experts(model, convert)
     calls, is_tied = linear_calls(model), are_tied(model)
     unused = called_by_none(model, calls)
     fuse(model, convert, calls)
@@ -227,7 +238,7 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantised
     # captured forwards score the whole vocabulary
     fast = options.fast if options.vocabulary in ("auto", "full") else options.fast is True
     backend = _backend(model, fast, convert, passed_trials(source, folder, model, options, layer_kind))
-    ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks
+    ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks or bool(experts_of(model))
     fingerprint = _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
     name = source if options.rounding == "none" else f"{source} quantised to {options.rounding}, group {INPUTS}"
@@ -258,7 +269,11 @@ def _fingerprint(backend: AnyBackend, packed: bool) -> str:
         kind = f"graphed at {WIDTHS}{' by kernels' if uses_kernels(model) else ''}{order}"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
-    exact = f"{bfloat16_version()} " if any(isinstance(module, KernelLinear) for module in model.modules()) else ""
+    experts = experts_of(model)
+    is_compressed = any(isinstance(module, KernelLinear) for module in model.modules())
+    exact = f"{bfloat16_version()} " if experts or is_compressed else ""
+    if experts:
+        exact += f"experts {'+'.join(sorted({name for block in experts for name in block.formats}))} "
     if formats := formats_of(model):
         exact += f"{formats} "
     if arithmetic := arithmetic_of(model):

@@ -17,12 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.cpu.block_experts import (
+    ExpertSizes,
+    ExpertStacks,
+    expert_blocks,
+    stacks_of_single_experts,
+)
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.quantised_linear import BITS, FORMATS, pieces, rows_of_blocks
 from slipstream.models.cpu.structs import INPUTS
-from slipstream.models.hf.block_model import check_kernels, empty_model, fill, is_mixture
+from slipstream.models.hf.block_model import check_kernels, empty_model, fill
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.adapters import adapter_at
 from slipstream.models.weights.gguf_architectures import settings_of
@@ -313,10 +320,7 @@ class QuantisedCheckpoint(_Checkpoint):
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         check_kernels()
         matrices = self._matrices()
-        empty = self._empty(matrices.files)
-        if is_mixture(empty):
-            raise NotInBlocksError("it is a mixture of experts")
-        model = fill(empty, CheckpointTensors(matrices), activations)
+        model = fill(self._empty(matrices.files), CheckpointTensors(matrices), activations)
         matrices.files.used |= matrices.of_activations()
         matrices.files.check_unused(model._keys_to_ignore_on_load_unexpected)
         self._warn_of_activations()
@@ -341,6 +345,7 @@ class RoundedTensors:
     def __init__(self, files: CheckpointFiles, quantise: str, wide: set[str]) -> None:
         """quantise: "int4" or "int8"; wide: parameters that always get 8 bits."""
         self._files, self._bits, self._wide = files, BITS[quantise], wide
+        self._memory = HugePages()
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         self._files.used.add(parameter)
@@ -355,10 +360,15 @@ class RoundedTensors:
         def rows(first: int, last: int) -> Any:
             return rows_of_blocks(self._files.rows(parameter, shape, FLOATS, first, last), bits)
 
-        return BlockPart(FORMATS[bits], shape, rows, library)
+        return BlockPart(FORMATS[bits], shape, rows, library, self._memory)
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         return self.part(parameter, shape, library)
+
+    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
+        return stacks_of_single_experts(
+            lambda name, shape: self.part(name, shape, library), block, sizes, self._files.shapes
+        )
 
     def unpacked(self, parameter: str, shape: tuple[int, int]) -> Tensor:
         """[outputs, inputs] float32: the numbers that a quantised matrix stands for."""
@@ -379,22 +389,31 @@ class RoundedCheckpoint(_Checkpoint):
         """The model without weights, and its tensors."""
         files = CheckpointFiles(self.source, self.folder, self.files)
         model = self._empty(files)
-        if is_mixture(model):
-            raise UsageError(
-                f"quantize={self.quantise!r}, but model {self.source!r} is a mixture of experts; allowed: 'none'"
-            )
         wide = {f"{name}.weight" for name, module in model.named_modules() if _is_outermost(module, model)}
         return model, RoundedTensors(files, self.quantise, wide), files
 
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         check_kernels()
         empty, tensors, files = self._tensors()
-        model = fill(empty, tensors, activations)
+        is_mixture = bool(expert_blocks(empty))
+        try:
+            model = fill(empty, tensors, activations)
+        except NotInBlocksError as error:
+            if is_mixture:
+                raise self._no_mixture(str(error)) from error
+            raise
         files.check_unused(model._keys_to_ignore_on_load_unexpected)
         return self.folder, model
 
+    def _no_mixture(self, reason: str) -> UsageError:
+        return UsageError(
+            f"quantize={self.quantise!r}, but model {self.source!r} is a mixture of experts: {reason}; allowed: 'none'"
+        )
+
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
         model, tensors, files = self._tensors()
+        if expert_blocks(model):
+            raise self._no_mixture("it is quantised only where the kernels compute with blocks")
         weights = dict[str, Tensor]()
         for name, module in model.named_modules():
             parameter = f"{name}.weight"

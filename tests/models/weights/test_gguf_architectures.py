@@ -84,7 +84,7 @@ def test_a_file_gives_the_configuration_parameters_and_logits_it_was_written_fro
 
 
 @has_kernels
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dense])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.in_blocks])
 def test_a_quantised_file_is_computed_in_its_blocks(name: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_case(file, architecture(name), CASES[name], "Q8_0")
@@ -210,7 +210,7 @@ def test_a_missing_value_is_the_one_that_llama_cpp_takes(tmp_path: Path) -> None
 def test_a_file_that_does_not_fit_into_memory_unpacked_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_case(tmp_path / "model.gguf", "qwen3moe", CASES["qwen3moe"], "Q8_0")
+    write_case(tmp_path / "model.gguf", "gemma4", CASES["gemma4-experts"], "Q8_0")
     monkeypatch.setattr("slipstream.models.weights.gguf_conversion.memory_bytes", lambda: 100_000)
     with pytest.raises(SlipstreamError, match=r"unpacked to bfloat16 it takes 0\.0 GB of memory.*; allowed: 0\.0 GB"):
         load(str(tmp_path / "model.gguf"), LoadOptions())

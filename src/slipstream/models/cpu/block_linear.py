@@ -172,13 +172,6 @@ def block_linears(model: nn.Module) -> list[BlockLinear]:
     return [module for module in model.modules() if isinstance(module, BlockLinear)]
 
 
-def arithmetic_of(model: nn.Module) -> str:
-    """The kinds of blocks and activations that a model computes with, for people to read; empty if there are none."""
-    linears = block_linears(model)
-    formats = sorted({part.block.name for linear in linears for part in linear.parts})
-    return f"{'+'.join(formats)} blocks, {linears[0].activations} activations" if linears else ""
-
-
 def fits_blocks(inputs: int, block: BlockFormat) -> bool:
     """True if rows of so many numbers are whole blocks."""
     return inputs % block.size == 0 and inputs % INPUTS == 0

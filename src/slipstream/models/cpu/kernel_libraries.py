@@ -92,6 +92,8 @@ SIGNATURES = {
     "unpack_rows": "pnpnp",
     "activation_bytes": "nnn>n",
     "multiply_blocks": "ppnnpp",
+    "experts_scratch": "pn>n",
+    "multiply_experts": "ppnpppp",
     # layers, of either kind
     "layer_scratch": "pnn>n",
     "project_qkv_rope": "ppnpppp",

@@ -27,7 +27,6 @@ from slipstream.models.decoder.fused_linear import is_plain
 WIDTH = 4  # tokens for which oneDNN's layout is chosen; it serves any number
 SHARE = 0.5  # of the machine's memory that float32 copies of bfloat16 weights may take
 WORTH = 1 / 64  # share of exceptions above which a weight is packed instead
-STACKED = "gate_up_proj", "down_proj"  # of the experts of a mixture, [experts, out, in] each
 
 
 class PackedLinear(nn.Module):
@@ -106,58 +105,6 @@ def pack(
         for name, child in list(parent.named_children()):
             if is_plain(child) and child not in kept:
                 setattr(parent, name, convert(child))
-
-
-class PackedExperts(nn.Module):
-    """The experts of a mixture, each as two layers that `convert` has made.
-
-    A token is multiplied by a few experts only, so a forward of few tokens takes as long as reading these.
-    Transformers keeps all experts of a layer in two tensors, which are no `nn.Linear` for `pack` to replace.
-    """
-
-    def __init__(self, experts: Any, convert: Callable[[nn.Linear], nn.Module]) -> None:
-        """experts: a module that `are_packable` accepts; its weights are freed."""
-        super().__init__()
-        self._gate = experts._apply_gate
-        stacked = []
-        for name in STACKED:
-            weights = getattr(experts, name).detach()
-            experts.register_parameter(name, None)  # the gate keeps the rest
-            stacked.append(nn.ModuleList(convert(_linear(weight)) for weight in weights))
-        self._up, self._down = stacked
-
-    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """x: [N, H]; chosen: [N, K], the experts of each token; shares: [N, K], the factors of their outputs."""
-        out = torch.zeros_like(x)
-        for number in sorted(set(chosen.flatten().tolist())):
-            tokens, places = torch.where(chosen == number)
-            outputs = self._down[number](self._gate(self._up[number](x[tokens])))
-            out.index_add_(0, tokens, outputs * shares[tokens, places, None].to(x.dtype))
-        return out
-
-
-def are_packable(module: nn.Module) -> bool:
-    """True if a module is a set of experts of two products each, with a gate and without biases."""
-    weights = [getattr(module, name, None) for name in STACKED]
-    are_stacked = all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
-    others = ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
-    return (
-        are_stacked and getattr(module, "has_gate", False) and not any(getattr(module, name, True) for name in others)
-    )
-
-
-def pack_experts(model: nn.Module, convert: Callable[[nn.Linear], nn.Module]) -> None:
-    """Replace the experts of a model in place by what `convert` makes of their layers."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if are_packable(child):
-                setattr(parent, name, PackedExperts(child, convert))
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
 
 
 class KernelLinear(nn.Module):

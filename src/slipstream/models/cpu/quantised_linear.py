@@ -9,19 +9,29 @@ accepted. A draft step then reads a third or half of the bytes. A target is quan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.cpu.block_experts import (
+    ExpertArithmetic,
+    ModuleTensors,
+    expert_blocks,
+    experts_of,
+    numbers_part,
+    replace_experts,
+)
 from slipstream.models.cpu.block_linear import BlockPart, block_linears
-from slipstream.models.cpu.grouped_blocks import Q8_0, GroupedMatrix, grouped_format
+from slipstream.models.cpu.grouped_blocks import Q8_0, GroupedMatrix, NotInBlocksError, grouped_format
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed
 from slipstream.models.cpu.structs import INPUTS, BlockFormat
+from slipstream.models.notices import warn_slower
 
 BITS = {"int4": 4, "int8": 8}
 FORMATS: dict[int, BlockFormat] = {4: grouped_format("INT4", INPUTS), 8: Q8_0}  # by bits
@@ -41,15 +51,11 @@ class QuantisedLinear(KernelLinear):
         """bits: a key of `BITS`; library: what `kernels` returns; memory: for the weights, see `BlockPart`."""
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        weight, block = linear.weight.detach(), FORMATS[BITS[bits]]
+        weight = linear.weight.detach()
         self.dtype = weight.dtype
-
-        def rows(first: int, last: int) -> Any:
-            return rows_of_blocks(weight[first:last], BITS[bits])
-
-        self.part = BlockPart(block, (self.out_features, self.in_features), rows, library, memory)
+        self.part = quantised_part(weight, library, bits, memory)
         bias = None if self.bias is None else self.bias.detach().to(torch.bfloat16)
-        self._set_weights(library, block.code, (self.part.data, None, None, None, bias))
+        self._set_weights(library, self.part.block.code, (self.part.data, None, None, None, bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features], computed from bfloat16 numbers."""
@@ -60,6 +66,16 @@ class QuantisedLinear(KernelLinear):
         return self.part.rows(outputs).to(self.dtype)
 
 
+def quantised_part(weight: Tensor, library: Any, bits: str, memory: HugePages | None = None) -> BlockPart:
+    """A matrix [outputs, inputs] in 4 or 8 bits, for the kernels; see `QuantisedLinear`."""
+    outputs, inputs = weight.shape
+
+    def rows(first: int, last: int) -> Any:
+        return rows_of_blocks(weight[first:last], BITS[bits])
+
+    return BlockPart(FORMATS[BITS[bits]], (outputs, inputs), rows, library, memory)
+
+
 def quantised(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> nn.Module:
     """What replaces a layer: its quantised form where the kernels take its shape, else its packed one."""
     library = kernels()
@@ -68,11 +84,43 @@ def quantised(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> 
     return QuantisedLinear(linear, bits, library, memory)
 
 
+def convert_experts(model: Any, convert: Callable[[nn.Linear], nn.Module] | None = None) -> None:
+    """Replace the blocks of experts of a mixture by the kernels' if they can compute all of them.
+
+    convert: what replaces the linear layers; the experts are quantised as it says, or keep their numbers.
+    """
+    library = kernels() if expert_blocks(model) else None
+    if library is None or getattr(model, "is_quantized", False):
+        return
+    memory = HugePages()
+
+    def pack(weight: Tensor, library: Any) -> BlockPart:
+        if isinstance(convert, partial):
+            return quantised_part(weight, library, convert.keywords["bits"], memory)
+        return numbers_part(weight, library, memory)
+
+    def tensors(block: nn.Module, name: str) -> ModuleTensors:
+        return ModuleTensors(block, name, pack)
+
+    try:
+        replace_experts(model, tensors, ExpertArithmetic("int8", library))
+    except NotInBlocksError as error:
+        warn_slower(f"{type(model).__name__} keeps transformers' experts: {error}")
+
+
 def formats_of(model: nn.Module) -> str:
     """The formats of a model's quantised layers, in one word; empty if there are none."""
     return "+".join(
         sorted({module.part.block.name for module in model.modules() if isinstance(module, QuantisedLinear)})
     )
+
+
+def arithmetic_of(model: nn.Module) -> str:
+    """The kinds of blocks and activations that a model computes with, for people to read; empty if there are none."""
+    linears = block_linears(model)
+    formats = {part.block.name for linear in linears for part in linear.parts}
+    formats.update(name for experts in experts_of(model) for name in experts.formats)
+    return f"{'+'.join(sorted(formats))} blocks, {linears[0].activations} activations" if linears else ""
 
 
 def fits(linear: nn.Linear) -> bool:
@@ -87,8 +135,10 @@ def num_weights(model: nn.Module) -> int:
 
 def rounded_activations(model: nn.Module) -> str | None:
     """How a model's activations are rounded, a key of `ACTIVATIONS` in block_linear.py; None if they are not."""
-    if linears := block_linears(model):
-        return next((linear.activations for linear in linears if linear.activations != "float32"), None)
+    rounding = [linear.activations for linear in block_linears(model) if linear.activations != "float32"]
+    rounding += [experts.activations for experts in experts_of(model) if experts.rounds_activations]
+    if rounding:
+        return rounding[0]
     return "int8" if any(isinstance(module, QuantisedLinear) for module in model.modules()) else None
 
 

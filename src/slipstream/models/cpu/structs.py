@@ -162,6 +162,32 @@ class BlockLinearStruct(ctypes.Structure):
     ]
 
 
+class ExpertMatrixStruct(ctypes.Structure):
+    """`struct expert_matrix`: a matrix of each expert of a layer."""
+
+    _fields_ = [("format", ctypes.c_int64), ("data", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
+class ExpertSetStruct(ctypes.Structure):
+    """`struct expert_set`: the matrices of experts of equal size."""
+
+    _fields_ = [("inner", ctypes.c_int64), *((name, ExpertMatrixStruct) for name in ("gate", "up", "down"))]
+
+
+class ExpertsStruct(ctypes.Structure):
+    """`struct experts`: the feed-forward part of a mixture's layer."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("hidden", "count", "used", "planes")),
+        ("router", PartStruct),
+        *((name, ctypes.c_void_p) for name in ("router_bias", "choice_bias", "shared_gate")),
+        *((name, ExpertSetStruct) for name in ("routed", "shared")),
+        *((name, ctypes.c_int32) for name in ("is_sigmoid", "normalises")),
+        *((name, ctypes.c_float) for name in ("floor", "factor", "slope", "cubic", "limit", "shift")),
+        ("reads", ctypes.c_void_p),
+    ]
+
+
 class FloatLayerStruct(ctypes.Structure):
     """`struct float_layer`: `struct layer` with matrices in blocks, computed in float32."""
 
@@ -184,6 +210,9 @@ MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "block_part": PartStruct,
     "file_piece": FilePieceStruct,
     "block_linear": BlockLinearStruct,
+    "expert_matrix": ExpertMatrixStruct,
+    "expert_set": ExpertSetStruct,
+    "experts": ExpertsStruct,
     "float_layer": FloatLayerStruct,
 }
 CONSTANTS: Mapping[str, int] = {

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.backend_capabilities import HiddenStates
-from slipstream.models.cpu.packed_linear import pack, pack_experts, unsupported
-from slipstream.models.cpu.quantised_linear import BITS
+from slipstream.models.cpu.packed_linear import pack, unsupported
+from slipstream.models.cpu.quantised_linear import BITS, convert_experts
 from slipstream.models.decoder.attention import STATEFUL, MaskBuilder
 from slipstream.models.decoder.cache import KEYS_AND_VALUES, SlotCache, SlotLayer
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
@@ -250,7 +250,7 @@ class _Reader:
         if reason is None and (options.fast is not False or options.quantise in BITS):
             products = (weight for weight in decoder.parameters() if weight.dim() > 1)
             convert = converter(sum(weight.numel() for weight in products), decoder.dtype, options)
-            pack_experts(decoder, convert)
+            convert_experts(decoder, convert)
             pack(decoder, convert, called_by_none(decoder, linear_calls(decoder)))
             return MtpLayer(decoder, token_norm, hidden_norm, convert(project), hidden_first=hidden_first)
         return MtpLayer(decoder, token_norm, hidden_norm, project, hidden_first=hidden_first)

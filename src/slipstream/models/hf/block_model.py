@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_experts import ExpertArithmetic, ExpertSizes, ExpertStacks, replace_experts
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, BlockPart, Table
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.kernel_libraries import block_kernels, with_remedy
@@ -36,6 +37,9 @@ class TensorSource(Protocol):
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
         """A matrix [shape] of which single rows are needed, and which multiplies nothing."""
+
+    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
+        """The matrices of the experts of the block with this name."""
 
 
 def check_kernels() -> None:
@@ -72,16 +76,12 @@ def empty_model(
     return model
 
 
-def is_mixture(model: Any) -> bool:
-    """True for a mixture of experts, of which transformers keeps the experts of a layer in one tensor."""
-    return any(parameter.dim() == 3 and ".experts." in name for name, parameter in model.named_parameters())
-
-
 def fill(model: Any, tensors: TensorSource, activations: str) -> Any:
     """Give an empty model its tensors, in blocks where they are matrices. activations: "int8" or "int15".
 
     Raises `NotInBlocksError` where the weights must be unpacked, and `SlipstreamError` where the file is damaged.
     """
+    replace_experts(model, lambda _block, _name: tensors, ExpertArithmetic(activations, block_kernels()))
     builder = _Builder(tensors, model, activations, block_kernels())
     builder.fill_others()
     builder.replace_embeddings()

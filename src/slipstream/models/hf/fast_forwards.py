@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from slipstream.models.cpu.block_linear import BlockLinear
+from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear
 from slipstream.models.cpu.compiled_layers import LayerStack, compiled_ops
 from slipstream.models.cpu.packed_linear import KernelLinear, PackedLinear
 from slipstream.models.decoder.around_layers import check_nothing_between
@@ -185,6 +185,17 @@ def _use_stack(
 
 
 def _multiplies_tokens_independently(model: Any) -> bool:
-    """True if nothing outside the decoder layers multiplies by other weights than the kernels'."""
-    others = [module for module in model.modules() if isinstance(module, nn.Linear | PackedLinear)]
+    """True if nothing outside the decoder layers multiplies by other weights than the kernels'.
+
+    Any module may multiply by a matrix that is a parameter of its own, as the routers of mixtures do.
+    """
+    others = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear | PackedLinear)
+        or (
+            not isinstance(module, nn.Embedding | BlockEmbedding)
+            and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        )
+    ]
     return not others and isinstance(model.get_output_embeddings(), KernelLinear | BlockLinear)

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 import slipstream.models
 from slipstream.core.interfaces import Backend
 from slipstream.models.cache_folder import read_measured, save_measured
-from slipstream.models.cpu.block_linear import arithmetic_of
 from slipstream.models.cpu.processor import processor
-from slipstream.models.cpu.quantised_linear import rounded_activations
+from slipstream.models.cpu.quantised_linear import arithmetic_of, rounded_activations
 from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.thresholds import thresholds

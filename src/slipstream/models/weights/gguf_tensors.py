@@ -10,6 +10,7 @@ import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from threading import Lock
 from types import TracebackType
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_experts import ExpertSizes, ExpertStacks, Stack
 from slipstream.models.cpu.block_linear import BlockPart, Table, fits_blocks
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
@@ -33,7 +35,8 @@ from slipstream.models.weights.gguf_metadata import FACTORS, LONG_FACTORS, SHORT
 from slipstream.models.weights.unused_tensors import refuse_unused
 
 TABLE, LAYER_TABLE, OUTPUT = "token_embd.weight", "per_layer_token_embd.weight", "output.weight"
-REORDERED = ("attn_q.weight", "attn_k.weight")  # whose rows are in another order in some models
+# matrices whose rows are in another order in some models, and routers, whose numbers are read as vectors' are
+NOT_AHEAD = ("attn_q.weight", "attn_k.weight", "ffn_gate_inp.weight")
 PIECE = 1 << 22  # bytes of the file that a thread takes at a time
 UNPACKED = 1 << 24  # numbers that are unpacked at a time
 SUPPORTED = ", ".join(block.name for block in TYPES if block.number >= 0)
@@ -51,7 +54,8 @@ class PackedAhead:
         self._parts: dict[str, BlockPart] = {}
         for entry in entries:
             assert entry.block is not None
-            self._parts[entry.name] = BlockPart(entry.block, cast(Any, entry.shape), None, library, memory)
+            shape = prod(entry.shape[:-1]), entry.shape[-1]  # experts follow each other
+            self._parts[entry.name] = BlockPart(entry.block, shape, None, library, memory)
         by_file = [[entry for entry in entries if entry.file == file] for file in header.parts]
         self._files = [_FilePieces(group, self._parts) for group in by_file if group]
         self._library = library
@@ -111,10 +115,10 @@ def _piece(entry: TensorEntry, part: BlockPart, first: int, last: int) -> FilePi
 
 
 def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
-    is_matrix = len(entry.shape) == 2 and 0 not in entry.shape
-    if not is_matrix or entry.block is None or not fits_blocks(entry.shape[1], entry.block):
+    is_matrix = len(entry.shape) in (2, 3) and 0 not in entry.shape
+    if not is_matrix or entry.block is None or not fits_blocks(entry.shape[-1], entry.block):
         return False
-    return not entry.name.endswith(REORDERED) and not stays_in_file(header, entry.name)
+    return not entry.name.endswith(NOT_AHEAD) and not stays_in_file(header, entry.name)
 
 
 def stays_in_file(header: GGUFHeader, name: str) -> bool:
@@ -308,6 +312,34 @@ class GGUFTensors:
         if order is None and stays_in_file(self.header, entry.name):
             return RowsOfFile(entry, library)
         return self.part(parameter, shape, library)
+
+    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
+        """The matrices and biases of a block's experts as the file has them, whatever their order in the model."""
+
+        def stacks(parameter: str, outputs: int, inputs: int, matrices: int) -> list[Stack]:
+            entries = self.tensors(f"{block}.experts.{parameter}")
+            has_bias = source_of(self._architecture, f"{block}.experts.{parameter}_bias") is not None
+            biases = self.tensors(f"{block}.experts.{parameter}_bias") if has_bias else [None] * len(entries)
+            rows, result = matrices * outputs // len(entries), list[Stack]()
+            for entry, bias_entry in zip(entries, biases, strict=True):
+                self.check_shape(entry, (sizes.experts, rows, inputs))
+                check_kind(entry)
+                part = self._ahead.part(entry.name) if self._ahead is not None else None
+                if part is None:
+                    matrix = replace(entry, shape=(sizes.experts * rows, inputs))
+                    part = self._reader.part(matrix, library, self._memory, None)
+                bias = None
+                if bias_entry is not None:
+                    self.check_shape(bias_entry, (sizes.experts, rows))
+                    bias = self._numbers(bias_entry, torch.float32)
+                for first in range(0, rows, outputs):
+                    own = None if bias is None else bias[:, first : first + outputs].contiguous()
+                    result.append(Stack.rows_of(part, sizes.experts, first, outputs, own))
+            return result
+
+        gate, up = stacks("gate_up_proj", sizes.inner, sizes.hidden, 2)
+        (down,) = stacks("down_proj", sizes.hidden, sizes.inner, 1)
+        return ExpertStacks(gate, up, down)
 
     def _matrix(self, parameter: str, shape: tuple[int, int]) -> tuple[TensorEntry, Any, Any]:
         """The tensor of a matrix, and the file's row of each row and column of each column; None for the same order.

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_experts import ExpertSizes, ExpertStacks, stacks_of_single_experts
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.grouped_blocks import CENTRE, GroupedMatrix, NotInBlocksError, number_format
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.structs import BlockFormat
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles
 
@@ -412,7 +414,7 @@ class CheckpointTensors:
     """The tensors of a checkpoint for `block_model.fill`."""
 
     def __init__(self, matrices: PackedMatrices) -> None:
-        self._matrices, self._files = matrices, matrices.files
+        self._matrices, self._files, self._memory = matrices, matrices.files, HugePages()
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         return self._files.tensor(parameter, shape, FLOATS).float()
@@ -426,10 +428,15 @@ class CheckpointTensors:
             block, rows = matrix.in_blocks()
         except NotInBlocksError as error:
             raise NotInBlocksError(f"tensor {parameter!r} {error}") from error
-        return BlockPart(block, shape, lambda first, last: rows[first:last], library)
+        return BlockPart(block, shape, lambda first, last: rows[first:last], library, self._memory)
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         return self.part(parameter, shape, library)
+
+    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
+        return stacks_of_single_experts(
+            lambda name, shape: self.part(name, shape, library), block, sizes, self._files.shapes
+        )
 
     def _numbers(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix that was not quantised."""
@@ -442,7 +449,7 @@ class CheckpointTensors:
         def rows(first: int, last: int) -> Any:
             return self._files.rows(parameter, shape, FLOATS, first, last).contiguous().view(torch.uint8).numpy()
 
-        return BlockPart(block, shape, rows, library)
+        return BlockPart(block, shape, rows, library, self._memory)
 
 
 def unpacked_weights(matrices: PackedMatrices, dtype: torch.dtype) -> dict[str, Tensor]:

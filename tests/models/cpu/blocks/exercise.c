@@ -136,11 +136,12 @@ static void exercise_layer(int64_t size, int64_t window, int64_t planes, int64_t
     int64_t hidden = 256, inner = 64, heads = 4, shared = 2, tokens = 11, length = start + 24;
     struct block_part parts[4];
     float *norm = numbers(hidden, 1);
-    struct float_norm is = {norm, 1e-6f}, none = {NULL, 0};
+    struct norm is = {norm, NULL, 1e-6f, 0, 0}, none = {NULL, NULL, 0, 0, 0};
     struct float_layer layer = {
         linear_of(parts, Q4_K, (heads + 2 * shared) * size, hidden), linear_of(parts + 1, Q8_0, hidden, heads * size),
         linear_of(parts + 2, Q6_K, 2 * inner, hidden), linear_of(parts + 3, Q5_1, hidden, inner),
-        is, none, is, is, is, none, hidden, inner, heads, shared, size, planes, 1, 0,
+        is, none, is, is, is, none, .planes = planes, .hidden = hidden, .inner = inner, .heads = heads,
+        .key_heads = shared, .size = size, .rotated = size, .slope = 1, .residual = 1, .is_gated = 1,
     };
     int64_t slots[11], positions[11];
     for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? start + t : start / 2 + t - 6;
@@ -177,6 +178,59 @@ static void exercise_halves(void) {
         }
 }
 
+/* A set of experts whose panels `parts` [3 * count] owns. */
+static struct expert_set set_of(struct block_part *parts, const uint8_t **data, int64_t count, const int64_t *formats,
+                                int64_t inner, int64_t hidden, const float *bias) {
+    struct expert_matrix matrices[3];
+    for (int64_t m = 0; m < 3; m++) {
+        int64_t outputs = m < 2 ? inner : hidden, inputs = m < 2 ? hidden : inner, format = formats[m];
+        for (int64_t e = 0; e < count; e++) {
+            struct block_part *part = parts + m * count + e;
+            *part = format < INT4 ? part_of(format, outputs, inputs)
+                                  : grouped_part(format % KINDS, format / KINDS, outputs, inputs);
+            data[m * count + e] = part->data;
+        }
+        matrices[m] = (struct expert_matrix){format, data + m * count, bias};
+    }
+    return (struct expert_set){inner, matrices[0], matrices[1], matrices[2]};
+}
+
+/* Six experts of which a token uses three, and a shared one, at widths that fill tiles of every kind. */
+static void exercise_experts(const int64_t *formats, int64_t planes, int is_sigmoid) {
+    enum { COUNT = 6, USED = 3, HIDDEN = 256, MOST_TOKENS = 75 };
+    struct block_part parts[3 * COUNT], of_shared[3], router = grouped_part(F32, 0, COUNT, HIDDEN);
+    const uint8_t *data[3 * COUNT], *shared_data[3];
+    float *x = numbers(MOST_TOKENS * HIDDEN, 3), *bias = numbers(COUNT * HIDDEN, 0.1f), *gate = numbers(HIDDEN, 0.1f);
+    float *weights = numbers(COUNT * HIDDEN, 0.1f), alone[HIDDEN];
+    for (int64_t i = 0; i < HIDDEN; i++)
+        for (int64_t e = 0; e < COUNT; e++) memcpy((uint8_t *)router.data + (i * LANES + e) * 4, weights + e * HIDDEN + i, 4);
+    int64_t reads = 0;
+    struct experts of = {
+        .hidden = HIDDEN, .count = COUNT, .used = USED, .planes = planes, .router = router,
+        .choice_bias = is_sigmoid ? bias : NULL, .shared_gate = gate,
+        .routed = set_of(parts, data, COUNT, formats, 256, HIDDEN, bias),
+        .shared = set_of(of_shared, shared_data, 1, formats + 1, 512, HIDDEN, NULL),
+        .is_sigmoid = is_sigmoid, .normalises = 1, .factor = 1.5f, .slope = 1, .limit = INFINITY, .reads = &reads,
+    };
+    for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens += tokens < 12 ? 1 : 21) {
+        float *out = malloc(tokens * HIDDEN * sizeof *out);
+        int32_t *chosen = malloc(tokens * USED * sizeof *chosen), last[USED];
+        uint8_t *space = aligned_alloc(64, experts_scratch(&of, tokens)), *one = aligned_alloc(64, experts_scratch(&of, 1));
+        multiply_experts(&of, x, tokens, NULL, chosen, out, space);
+        multiply_experts(&of, x + (tokens - 1) * HIDDEN, 1, NULL, last, alone, one);
+        if (memcmp(alone, out + (tokens - 1) * HIDDEN, sizeof alone)) wrong++;
+        if (memcmp(last, chosen + (tokens - 1) * USED, sizeof last)) wrong++;
+        for (int64_t i = 0; i < tokens * HIDDEN; i++) wrong += !isfinite(out[i]);
+        print_checksum("experts", formats[0], planes, tokens, out, tokens * HIDDEN * sizeof *out);
+        print_checksum("chosen", formats[0], planes, tokens, chosen, tokens * USED * sizeof *chosen);
+        free(out), free(chosen), free(space), free(one);
+    }
+    print_checksum("reads", formats[0], planes, reads, &reads, sizeof reads);
+    for (int i = 0; i < 3 * COUNT; i++) free((void *)parts[i].data);
+    for (int i = 0; i < 3; i++) free((void *)of_shared[i].data);
+    free((void *)router.data), free(x), free(bias), free(gate), free(weights);
+}
+
 int main(void) {
     ask_for_tiles();
     exercise_halves();
@@ -208,6 +262,13 @@ int main(void) {
     for (int64_t size = 32; size <= 256; size *= 2)
         for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window, 1 + (size > 64), 40);
     for (int64_t window = 0; window <= 700; window += 700) exercise_layer(32, window, 1, 1020);
+    const int64_t codes = INT4 + KINDS * GROUP;
+    const int64_t mixed[][4] = {
+        {Q4_K, Q4_K, Q6_K, Q8_0}, {Q5_0, BF16, Q4_1, Q5_K}, {BF16, BF16, BF16, BF16}, {codes, Q8_0, BF16, codes},
+        {Q2_K, TQ2_0, Q2_K, Q3_K}, {NVFP4, TQ1_0, MXFP4, IQ4_XS},
+    };
+    for (int i = 0; i < 6; i++)
+        for (int64_t planes = 1; planes <= 2; planes++) exercise_experts(mixed[i], planes, i % 2);
     free(bias);
     if (wrong) printf("%d results are wrong\n", wrong);
     return wrong > 0;

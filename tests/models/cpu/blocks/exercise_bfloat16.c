@@ -109,11 +109,12 @@ static void exercise_layer(int64_t size, int64_t window, int64_t start) {
     uint16_t *of_norm = halves(256, 1);
     float weights[256];
     for (int i = 0; i < 256; i++) weights[i] = float_of(of_norm[i]);
-    struct norm is = {weights, 1e-6f, 1}, none = {NULL, 0, 0}, late = {weights, 1e-6f, 0};
+    struct norm is = {weights, NULL, 1e-6f, 1, 0}, none = {NULL, NULL, 0, 0, 0}, late = {weights, NULL, 1e-6f, 0, 0};
     struct layer layer = {
         compressed((heads + 2 * shared) * size, hidden, NULL), compressed(hidden, heads * size, NULL),
         compressed(2 * inner, hidden, NULL), quantised(4, hidden, inner, NULL),
-        is, late, is, none, late, is, hidden, inner, heads, shared, size, 1, 0.05f,
+        is, late, is, none, late, is, .hidden = hidden, .inner = inner, .heads = heads, .key_heads = shared,
+        .size = size, .rotated = size, .slope = 1, .cubic = 0.05f, .residual = 1, .is_gated = 1,
     };
     int64_t slots[11], positions[11];
     for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? start + t : start / 2 + t - 6;

@@ -60,6 +60,17 @@ const struct entry layout[] = {
     SIZE_OF(block_linear), OFFSET(block_linear, inputs), OFFSET(block_linear, outputs),
     OFFSET(block_linear, num_parts), OFFSET(block_linear, parts), OFFSET(block_linear, bias),
 
+    SIZE_OF(expert_matrix), OFFSET(expert_matrix, format), OFFSET(expert_matrix, data), OFFSET(expert_matrix, bias),
+
+    SIZE_OF(expert_set), OFFSET(expert_set, inner), OFFSET(expert_set, gate), OFFSET(expert_set, up),
+    OFFSET(expert_set, down),
+
+    SIZE_OF(experts), OFFSET(experts, hidden), OFFSET(experts, count), OFFSET(experts, used), OFFSET(experts, planes),
+    OFFSET(experts, router), OFFSET(experts, router_bias), OFFSET(experts, choice_bias), OFFSET(experts, shared_gate),
+    OFFSET(experts, routed), OFFSET(experts, shared), OFFSET(experts, is_sigmoid), OFFSET(experts, normalises),
+    OFFSET(experts, floor), OFFSET(experts, factor), OFFSET(experts, slope), OFFSET(experts, cubic),
+    OFFSET(experts, limit), OFFSET(experts, shift), OFFSET(experts, reads),
+
     OFFSETS_OF_LAYER(float_layer), OFFSET(float_layer, planes),
 
     CONSTANT(LANES), CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(QUAD), CONSTANT(GROUP), CONSTANT(TWELVE_BITS), CONSTANT(SPACE),

@@ -152,6 +152,38 @@ struct block_linear {
     const float *bias;
 };
 
+/* A matrix of each expert of a layer. data: where the panels of each begin. bias: [experts][outputs] or NULL. */
+struct expert_matrix {
+    int64_t format;
+    const uint8_t *const *data;
+    const float *bias;
+};
+
+/* Experts of equal size: gate and up [inner][hidden], down [hidden][inner]. */
+struct expert_set {
+    int64_t inner;
+    struct expert_matrix gate, up, down;
+};
+
+/* The feed-forward part of a layer of which each token uses some experts. See blocks/experts.c.
+ *
+ * router: numbers [count][hidden]; its products with a token, plus router_bias, are the token's logits. Scores are the
+ * logits' sigmoids or their softmax. The `used` experts of the largest logits are chosen or, with a choice_bias
+ * (sigmoids only), of the largest sums of score and bias. If `normalises`, scores are divided by `floor` plus the sum of
+ * those of the chosen ones; then they are multiplied by `factor`. shared: one expert that all tokens use, with the
+ * factor sigmoid(shared_gate * x), or 1; none if `inner` is 0. The activation is
+ * g / (1 + exp(-(slope * g + cubic * g^3))) * (u + shift), where g is at most `limit` and u lies within it. reads: how
+ * many experts' matrices have been read so far, the shared one not counted. */
+struct experts {
+    int64_t hidden, count, used, planes;
+    struct block_part router;
+    const float *router_bias, *choice_bias, *shared_gate;
+    struct expert_set routed, shared;
+    int32_t is_sigmoid, normalises;
+    float floor, factor, slope, cubic, limit, shift;
+    int64_t *reads;
+};
+
 /* planes: of activations, 1 (int8) or 2 (int15). */
 struct float_layer {
     struct block_linear qkv, out, gate_up, down;

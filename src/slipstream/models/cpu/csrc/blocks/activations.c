@@ -38,8 +38,7 @@ static inline floats numbers_at(struct numbers x, int64_t i) {
     return x.floats ? load_floats(x.floats + i) : load_bf16(x.halves + i);
 }
 
-/* Rounds 32 inputs of a token, from number `first` of x on, to its place in a tile of `count` places. */
-static void quantise_group(struct numbers x, int64_t first, const struct tiling *of, int place, int count, uint8_t *to) {
+void quantise_group(struct numbers x, int64_t first, const struct tiling *of, int place, int count, uint8_t *to) {
     int64_t planes = of->planes;
     floats parts[2] = {numbers_at(x, first), numbers_at(x, first + LANES)};
     float most = largest_magnitude(parts[0], parts[1]), top = planes == 1 ? LARGEST_INT8 : LARGEST_INT15;
@@ -87,4 +86,28 @@ void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t
             }
     }
     wait_for_team(me);
+}
+
+void gather(const struct member *me, const uint8_t *from, int64_t inputs, const struct token_row *rows, int64_t count,
+            const struct tiling *of, uint8_t *to) {
+    int64_t groups = inputs / GROUP, end = share_of(me, groups, me->number + 1), each = group_bytes(of->planes, 1);
+    for (int64_t done = 0; done < count; done += of->tokens) {
+        int64_t there = least(of->tokens, count - done), all = of->in_rows ? of->tokens : places(there);
+        int64_t bytes = of->in_rows ? tile_group_bytes(all) : group_bytes(of->planes, all);
+        uint8_t *tile = to + bytes_before(of, inputs, done);
+        for (int64_t g = share_of(me, groups, me->number); g < end; g++) {
+            uint8_t *group = tile + g * bytes;
+            if (there < all) memset(group, 0, (size_t)bytes);
+            for (int64_t i = 0; i < there; i++) {
+                const uint8_t *own = from + (rows[done + i].token * groups + g) * each;
+                if (of->in_rows) {
+                    memcpy(group + i * GROUP, own, GROUP);
+                    for (int mark = 0; mark < BEGIN_8; mark++)
+                        memcpy(group + (GROUP + 4 * mark) * all + i * 4, own + GROUP + 4 * mark, 4);
+                    continue;
+                }
+                for (int64_t word = 0; word < each / 4; word++) memcpy(group + (word * all + i) * 4, own + word * 4, 4);
+            }
+        }
+    }
 }

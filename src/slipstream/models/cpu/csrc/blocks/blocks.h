@@ -105,9 +105,30 @@ struct numbers {
 void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,
               uint8_t *to);
 
+/* Rounds 32 inputs of a token, from number `first` of x on, to its place in a tile of `count` places. */
+void quantise_group(struct numbers x, int64_t first, const struct tiling *of, int place, int count, uint8_t *to);
+
+/* A token of a forward, and the factor of what is computed for it. */
+struct token_row {
+    int64_t token;
+    float weight;
+};
+
+/* Copies the quantised inputs of some tokens, `rows`, to tiles. from: all tokens, in tiles of one token each. To be
+ * called by all threads of a team, each of which copies a part of the inputs. */
+void gather(const struct member *me, const uint8_t *from, int64_t inputs, const struct token_row *rows, int64_t count,
+            const struct tiling *of, uint8_t *to);
+
 /* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: `activation_bytes`. */
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space);
+
+/* out [tokens][hidden] = the experts' sum for x [tokens][hidden]. forced: [tokens][used], the experts to use instead of
+ * the router's choice, different ones for each token; or NULL. chosen: [tokens][used], which were used, ascending. space:
+ * `experts_scratch` bytes that begin at a multiple of 64. */
+void multiply_experts(const struct experts *of, const float *x, int64_t tokens, const int32_t *forced, int32_t *chosen,
+                      float *out, uint8_t *space);
+int64_t experts_scratch(const struct experts *of, int64_t tokens);
 
 /* A panel times a tile of tokens: sums [tiling's tokens, or places(rows)][LANES]. rows: tokens of the tile; x: their
  * integers, see `quantise`; plain [rows][inputs]: their numbers, which multiply weights in floating point. Where a tile

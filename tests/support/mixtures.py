@@ -1,0 +1,65 @@
+"""Tiny mixtures of experts of every declared family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slipstream.models.cpu.block_experts import expert_blocks
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 96,
+    "num_experts_per_tok": 3,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+FULL = {"layer_types": ["full_attention"] * 2}
+SHARED = {"shared_expert_intermediate_size": 64}
+GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.8}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": SHARED,
+    "qwen3_moe": {"norm_topk_prob": True},
+    "qwen3_next": SHARED | FULL,
+    "qwen3_5_moe_text": SHARED | FULL,
+    "olmoe": {},
+    "mixtral": {},
+    "granitemoe": {},
+    "gpt_oss": {},
+    "glm4_moe": GLM | {"first_k_dense_replace": 0},
+    "glm4_moe_lite": GLM | LATENT | {"mlp_layer_types": ["sparse"] * 2},
+    "lfm2_moe": FULL | {"num_dense_layers": 0, "use_expert_bias": True},
+}
+
+
+def mixture(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """A tiny random model of a family, whose routers clearly prefer some experts."""
+    config = AutoConfig.for_model(family, **(SHAPE | FAMILIES[family] | changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("bias") and tensor.is_floating_point():
+                tensor.data.normal_(0, 0.1)
+            elif isinstance(tensor, nn.Parameter) and tensor.dim() > 1:
+                tensor.data.normal_(0, 0.3)
+    return model
+
+
+def block_of(model: Any) -> tuple[str, nn.Module]:
+    """The first block of experts, and its name."""
+    return expert_blocks(model)[0]
