@@ -8,6 +8,7 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.draft_length.planner import Planner
 from slipstream.draft_length.policies import Fixed, Heuristic
+from slipstream.drafters._predictions import PredictionDrafter
 from slipstream.drafters.model import ModelDrafter, PathBelow, TokenBelow, WhilePays
 from slipstream.drafters.suffix import SuffixDrafter
 
@@ -26,7 +27,8 @@ def test_auto_without_a_draft_model_takes_suffix_and_cuts_drafts_that_do_not_pay
 def test_auto_with_a_draft_model_takes_hybrid() -> None:
     decoder = decoder_of()
     assert decoder.drafter_name == "hybrid"
-    first, second = (source.drafter for source in decoder._engine.sources)
+    predictions, first, second = (source.drafter for source in decoder._engine.sources)
+    assert isinstance(predictions, PredictionDrafter)
     assert isinstance(first, SuffixDrafter) and first.outputs == 0
     assert isinstance(second, ModelDrafter) and isinstance(second.stop, WhilePays)
     policy = decoder._engine.policy
