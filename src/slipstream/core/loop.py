@@ -103,10 +103,11 @@ class Engine:
                         wanted[place] = room[place]  # the request's own length, for the first source that has something
                 if any(wanted):  # tuples, so that a drafter cannot change the batch
                     proposed = source.drafter.propose(tuple(rows), tuple(wanted), batch.sampler)
-                    # a model was asked as it promises more; to drop a sampled draft for its tokens would bias the text
-                    replaces = source.takes_forwards or proposed.probs is not None
-                    promised = zip(wanted, draft.promised, proposed.promised, strict=True)
-                    kept = [not n or (not replaces and 0 < before >= after) for n, before, after in promised]
+                    kept = [not length for length in wanted]
+                    if draft.width and not source.takes_forwards and proposed.probs is None:
+                        # a model was asked as it promises more; a sampled draft may not be dropped for its tokens
+                        promised = zip(kept, draft.promised, proposed.promised, strict=True)
+                        kept = [keeps or 0 < before >= after for keeps, before, after in promised]
                     draft = Draft.where(kept, draft, proposed)
             draft = self.policy.worth_verifying(rows, draft)
         finally:
