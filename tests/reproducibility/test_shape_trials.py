@@ -164,7 +164,7 @@ def product_of(linear: nn.Linear, outputs: int, other: Convert) -> nn.Module:
     ("changes", "outputs", "other", "guaranteed"),
     [
         ({}, 0, PackedLinear, True),
-        ({"head_dim": 32}, 0, PackedLinear, False),  # PyTorch computes attention
+        ({"head_dim": 288}, 0, PackedLinear, False),  # PyTorch computes attention
         ({}, VOCAB, PackedLinear, False),
         ({}, VOCAB, lambda linear: linear, False),
         ({}, 96, PackedLinear, False),  # gate and up
