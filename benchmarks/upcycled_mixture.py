@@ -174,7 +174,7 @@ def write_gguf(model: Any, path: Path, tokenizer: Any) -> None:
     writer.add_token_types([3 if number in special else 1 for _, number in vocabulary])
     merges = backend["model"]["merges"]
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    writer.add_eos_token_id(config.eos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, config.num_hidden_layers)
@@ -188,7 +188,7 @@ def write_gguf(model: Any, path: Path, tokenizer: Any) -> None:
             writer.add_tensor(name, quantize(numbers, kind), raw_dtype=kind)
 
     for key, tensor in model.state_dict().items():
-        prefix = f"blk.{key.split('.')[2]}"
+        prefix = f"blk.{key.partition('layers.')[2].partition('.')[0]}"
         if key.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
                 add(f"{prefix}.ffn_{part}_exps.weight", half)
