@@ -34,6 +34,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("smollm2") / "smollm2-mixed.gguf"
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(30)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(576)
+    writer.add_feed_forward_length(1536)
+    writer.add_head_count(9)
+    writer.add_head_count_kv(3)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(100000.0)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
     for key, tensor in load_file(embedded_model() / "model.safetensors").items():
         name, numbers = names.get_name(key, (".weight", ".bias")), tensor.float().numpy()
