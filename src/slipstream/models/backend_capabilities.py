@@ -115,19 +115,6 @@ class ParallelDrafts(Protocol):
         """[B] the probability that the next token is accepted if the draft is; None if the head has no estimate."""
 
 
-@runtime_checkable
-class ReadsExperts(Protocol):
-    """Optional capability of a backend: counts the experts of a mixture that its forwards read."""
-
-    @property
-    def experts_read(self) -> int | None:
-        """How many experts' weights all forwards so far have read, those of a forward once in each layer.
-
-        Shared experts are not counted, and of backends that share layers all forwards are. None if the model is no
-        mixture of experts that the kernels compute.
-        """
-
-
 @dataclass(frozen=True)
 class RowSegment:
     """One row's part of a forward over several rows: `count` tokens, written to `slot` from position `start` on."""

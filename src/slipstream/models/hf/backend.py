@@ -17,7 +17,6 @@ from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import RowSegment
-from slipstream.models.cpu.block_experts import experts_of
 from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
 from slipstream.models.decoder.cache import SlotCache, SlotLayer, TreeRows, given_cache, lay_out, tree_rows
@@ -32,7 +31,7 @@ class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
-    `Checkpoints`, `LongTexts`, `ShapeIndependent`, `HiddenStates`, `ReadsExperts`.
+    `Checkpoints`, `LongTexts`, `ShapeIndependent`, `HiddenStates`.
 
     ragged: whether the model's layers take ragged forwards. shape_independent: whether kernels compute each token as if
     it were alone. `fuse_layers` sets both. stack: computes all layers in one call, where it can. position_offsets:
@@ -61,7 +60,6 @@ class HFBackend:
         self.longest_short = rotate_by_length(model)
         self.reads_anew = self.longest_short is not None and drops_cache(model, self.longest_short)
         self._long_slots = set[int]()
-        self._expert_reads = next((experts.reads for experts in experts_of(model)), None)
         self._key_positions = torch.arange(0, device=self.device)
 
     @property
@@ -204,10 +202,6 @@ class HFBackend:
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
         (self._long_slots.add if is_long else self._long_slots.discard)(slot)
-
-    @property
-    def experts_read(self) -> int | None:
-        return None if self._expert_reads is None else self._expert_reads.count
 
     def key_positions(self) -> Tensor:
         """The positions [P] of all keys in the cache, computed again when it has grown."""

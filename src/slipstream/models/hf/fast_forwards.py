@@ -69,7 +69,7 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
 def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str | None:
     """Turn grouped attention on; None if the logits stay the same, else it is off again and this is the reason."""
     config, reason = backend.model.config, "Slipstream's gives other logits"
-    own = config.get_text_config()._attn_implementation
+    original = config.get_text_config()._attn_implementation
 
     def turn_on() -> None:
         config._attn_implementation, backend.masks.repeats = GROUPED, repeats
@@ -77,13 +77,13 @@ def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str
     try:
         if own_logits.keep_if_same("grouped attention", turn_on):
             return None
-        if own == "sdpa" and own_logits.error() < UNLIKE and _attends_alike(backend, repeats):
+        if original == "sdpa" and own_logits.error() < UNLIKE and _attends_alike(backend, repeats):
             turn_on()
             own_logits.passed.add("grouped attention")
             return None
     except (UngroupableError, RuntimeError) as error:  # some models' own code reshapes or adds to the mask
         reason = str(error)
-    config._attn_implementation, backend.masks.repeats = own, None
+    config._attn_implementation, backend.masks.repeats = original, None
     return reason
 
 

@@ -124,8 +124,8 @@ def source_of(architecture: Architecture, parameter: str) -> Source | None:
     name, beginning = (match[2], f"blk.{match[1]}.") if match else (parameter, "")
     stem, _, kind = name.rpartition(".")
     for key, ending in ((name, ""), (stem, f".{kind}")):
-        if (found := architecture.tensors.get(key)) is not None:
-            source = Source((found,)) if isinstance(found, str) else found
+        if (tensors := architecture.tensors.get(key)) is not None:
+            source = Source((tensors,)) if isinstance(tensors, str) else tensors
             names = tuple(f"{beginning}{tensor}{ending}" for tensor in source.names)
             fused = source.fused and f"{beginning}{source.fused}{ending}"
             return Source(names, source.order, source.columns, source.change, fused)

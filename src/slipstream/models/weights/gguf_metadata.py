@@ -87,9 +87,9 @@ class Metadata:
 
     def check_all_known(self) -> None:
         """Refuse a file with metadata of its architecture that nothing has read: they may change what is computed."""
-        known = {self._prefix + name for name in self._known}
+        read = {self._prefix + name for name in self._known}
         parts = tuple(f"{self._prefix}{part}." for part in PARTS)
-        others = [key for key in self.header.values.keys() - known if key.startswith(self._prefix)]
+        others = [key for key in self.header.values.keys() - read if key.startswith(self._prefix)]
         others = sorted(key for key in others if not key.startswith(parts))
         if others:
             raise self.header.wrong(
@@ -157,13 +157,13 @@ def _by_metadata(metadata: Metadata) -> dict[str, Any]:
     is_none = kind == "none" or (kind == "linear" and scaling.get("factor") in (0.0, 1.0))
     if is_none and scaling.get("attn_factor", 1.0) == 1.0:
         return {}
-    known = {"type", "factor", "original_context_length", "finetuned"}
+    names = {"type", "factor", "original_context_length", "finetuned"}
     numbers = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
     if kind == "yarn":
-        known |= {*numbers, "yarn_log_multiplier"}
-    if kind not in ("linear", "yarn") or not scaling.keys() <= known:
+        names |= {*numbers, "yarn_log_multiplier"}
+    if kind not in ("linear", "yarn") or not scaling.keys() <= names:
         raise metadata.header.wrong(
-            f"rope.scaling is {dict(scaling)}", f"types none, linear and yarn, with {', '.join(sorted(known))}"
+            f"rope.scaling is {dict(scaling)}", f"types none, linear and yarn, with {', '.join(sorted(names))}"
         )
     settings = {"rope_type": kind, "factor": _scale(metadata, "factor")}
     if kind == "yarn":

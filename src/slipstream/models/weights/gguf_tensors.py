@@ -282,11 +282,11 @@ class GGUFTensors:
             numbers[first : first + step] = piece
         return numbers.view(entry.shape)
 
-    def check_shape(self, entry: TensorEntry, shape: tuple[int, ...], found: tuple[int, ...] | None = None) -> None:
-        """Refuse a tensor of another shape than the configuration says."""
-        if (found or entry.shape) != shape:
+    def check_shape(self, entry: TensorEntry, shape: tuple[int, ...], joined: tuple[int, ...] | None = None) -> None:
+        """Refuse a tensor of another shape than the configuration says. joined: with its parts, if any."""
+        if (joined or entry.shape) != shape:
             raise SlipstreamError(
-                f"model {str(self.header.file)!r}: tensor {entry.name!r} is {list(found or entry.shape)}; "
+                f"model {str(self.header.file)!r}: tensor {entry.name!r} is {list(joined or entry.shape)}; "
                 f"allowed: {list(shape)}, by the file's own configuration"
             )
 
@@ -333,8 +333,8 @@ class GGUFTensors:
                     self.check_shape(bias_entry, (sizes.experts, rows))
                     bias = self._numbers(bias_entry, torch.float32)
                 for first in range(0, rows, outputs):
-                    own = None if bias is None else bias[:, first : first + outputs].contiguous()
-                    result.append(Stack.rows_of(part, sizes.experts, first, outputs, own))
+                    part_bias = None if bias is None else bias[:, first : first + outputs].contiguous()
+                    result.append(Stack.rows_of(part, sizes.experts, first, outputs, part_bias))
             return result
 
         gate, up = stacks("gate_up_proj", sizes.inner, sizes.hidden, 2)
