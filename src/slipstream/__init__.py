@@ -9,9 +9,10 @@ from slipstream.version import __version__
 if TYPE_CHECKING:
     from slipstream.bench.comparison import compare
     from slipstream.constraints.constraint import Constraint
-    from slipstream.core.interfaces import Drafter, Policy
+    from slipstream.core.acceptance import Distributions, Rule
+    from slipstream.core.interfaces import Drafter, Observer, Policy, Sampler
     from slipstream.core.rounds import Round
-    from slipstream.core.types import Draft, Row, Verdict
+    from slipstream.core.types import Draft, Row, Traits, Verdict
     from slipstream.decoder import SpeculativeDecoder
     from slipstream.errors import SlipstreamError, UsageError
     from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
@@ -23,16 +24,21 @@ __all__ = [
     "Chunk",
     "Constraint",
     "CustomGenerate",
+    "Distributions",
     "Draft",
     "Drafter",
+    "Observer",
     "Policy",
     "Result",
     "Round",
     "Row",
+    "Rule",
+    "Sampler",
     "SamplingParams",
     "SlipstreamError",
     "SpeculativeDecoder",
     "Stats",
+    "Traits",
     "UsageError",
     "Verdict",
     "__version__",
@@ -43,8 +49,9 @@ __all__ = [
 _HOMES = {
     "bench.comparison": ("compare",),
     "constraints.constraint": ("Constraint",),
-    "core.interfaces": ("Drafter", "Policy"),
-    "core.types": ("Draft", "Round", "Row", "Verdict"),
+    "core.acceptance": ("Distributions", "Rule"),
+    "core.interfaces": ("Drafter", "Observer", "Policy", "Sampler"),
+    "core.types": ("Draft", "Round", "Row", "Traits", "Verdict"),
     "decoder": ("SpeculativeDecoder",),
     "errors": ("SlipstreamError", "UsageError"),
     "integrations.transformers.custom_generate": ("CustomGenerate", "custom_generate"),

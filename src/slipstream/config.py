@@ -29,14 +29,17 @@ class DecoderConfig:
     drafter: str = setting(
         "auto",
         "auto (with a draft model hybrid, or model if num_draft_tokens fixes lengths; else suffix) | "
-        + " | ".join(usage()),
+        + " | ".join(usage())
+        + " | MODULE:NAME (your own)",
     )
     num_draft_tokens: int | str = setting(
         "auto",
         "tokens drafted per round: auto (as many as pay) | chain (the same without branches) | a number | "
         "heuristic[:MOST] | confidence:CHANCE | DEPTHxWIDTH (a tree)",
     )
-    acceptance: str = setting("auto", "auto | block | rejection | match (lossless), topk:K | typical (lossy)")
+    acceptance: str = setting(
+        "auto", "auto | block | rejection | match (lossless), topk:K | typical (lossy) | MODULE:RULE (your own)"
+    )
     dtype: str = setting("auto", "auto | bfloat16 | float16 | float32")
     draft_dtype: str = setting(
         "auto", "the draft model's: auto (int4 on CPU) | int4 | int8 | bfloat16 | float16 | float32"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack, overload
 
 from torch import Tensor
 
-from slipstream import drafters
 from slipstream.checks import arguments_named, check_known, explained_fields
 from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule, load_rule
@@ -118,7 +117,7 @@ class SpeculativeDecoder:
         draft_tokenizer: Any = None,
         drafter: str | Drafter = DecoderConfig.drafter,
         num_draft_tokens: int | str = DecoderConfig.num_draft_tokens,
-        acceptance: str = DecoderConfig.acceptance,
+        acceptance: str | Rule = DecoderConfig.acceptance,
         dtype: str = DecoderConfig.dtype,
         draft_dtype: str = DecoderConfig.draft_dtype,
         activations: str = DecoderConfig.activations,
@@ -134,7 +133,7 @@ class SpeculativeDecoder:
         config = DecoderConfig(
             drafter=name_of(drafter),
             num_draft_tokens=num_draft_tokens,
-            acceptance=acceptance,
+            acceptance=name_of(acceptance),
             dtype=dtype,
             draft_dtype=draft_dtype,
             activations=activations,
@@ -147,12 +146,13 @@ class SpeculativeDecoder:
             max_batch_size=max_batch_size,
             load_options={} if load_options is None else load_options,
         )
-        check_names(config, drafter)
+        rule = acceptance if isinstance(acceptance, Rule) else None
+        check_names(config, drafter, rule)
         models = ModelPair.load(target, draft, config, tokenizer, draft_tokenizer)
         if self._warns_of_unread_settings:
             warn_of_unread_settings(models.target)
-        self._open(models, config, drafter, rule=None)
-        is_unused = isinstance(drafter, str) and not drafters.traits(self._drafter_name).needs_draft_model
+        self._open(models, config, drafter, rule)
+        is_unused = isinstance(drafter, str) and not self.traits.needs_draft_model
         if draft is not None and self.draft is not None and is_unused:
             log.warning("the draft model is loaded but not used: drafter=%r needs none", self._drafter_name)
 

@@ -22,12 +22,13 @@ BASELINE_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7, LLAMA_LOOKUP: 7}  # as many as our
 SYNTAX = (
     "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMPERATURE], for example none, ngram@7, model@4/rejection, "
     "model@4x2 (a tree), auto@chain (no trees), none.plain (unpacked weights), auto.predicted (given the prompts' "
-    "predictions), model@4~0.8; or one of transformers' own: "
+    "predictions), model@4~0.8, module:Name@3 (your own); or one of transformers' own: "
     f"{HF}, {ASSISTED} (its defaults), {TUNED}[@LENGTH], {LOOKUP}[@LENGTH]; or one of llama.cpp's: "
     f"{LLAMA}, {LLAMA_LOOKUP}[@LENGTH]"
 )
 _ARM = re.compile(
-    r"(?P<name>[a-z][a-z_-]*)(?P<argument>:[^@/.~]+)?(?:@(?P<length>\d+x\d+|\d+|chain))?(?:/(?P<rule>[^.~]+))?"
+    r"(?P<name>[a-z][a-z_-]*|[A-Za-z_][\w.]*(?=:[A-Za-z_]\w*))(?P<argument>:[^@/.~]+)?"
+    r"(?:@(?P<length>\d+x\d+|\d+|chain))?(?:/(?P<rule>[\w.]+:[A-Za-z_]\w*|[^.~]+))?"
     r"(?P<plain>\.plain)?(?P<predicted>\.predicted)?(?:~(?P<temperature>\d+(?:\.\d+)?))?"
 )
 _BASELINES = {

@@ -20,6 +20,7 @@ from slipstream.core.limits import WITH_COUNT, check_rule
 from slipstream.core.rng import Stream, uniform
 from slipstream.core.trees import match_tree
 from slipstream.core.types import Draft, Verdict
+from slipstream.core.user_objects import user_object
 from slipstream.errors import UsageError
 
 
@@ -66,9 +67,16 @@ def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]
 
 @cache
 def load_rule(text: str) -> Rule:
-    """The rule called `text`, for example "rejection" or "topk:10"; UsageError lists the known ones."""
+    """The rule called `text`: "rejection", "topk:10", or a user's "module:rule"; UsageError lists the known ones."""
     check_rule(text)
     name, _, count = text.partition(":")
+    if name not in RULES:
+        rule = user_object("acceptance", text)
+        if not isinstance(rule, Rule):
+            raise UsageError(
+                f"acceptance={text!r} is of type {type(rule).__name__}; allowed: a Rule(name, lossless, distributions)"
+            )
+        return rule
     rule = RULES[name]
     if rule.distributions is None or name not in WITH_COUNT:
         return rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream.core.user_objects import is_users
 from slipstream.errors import UsageError, did_you_mean
 
 MAX_DRAFT_TOKENS = 64  # of one row in one round
@@ -12,8 +13,11 @@ WITH_COUNT = frozenset({"topk"})  # rules that need a number, as in "topk:10"
 def check_rule(text: str) -> None:
     """Raise UsageError, which lists the rules, for an unknown one or a count that is missing, wrong or superfluous."""
     name, _, argument = text.partition(":")
+    if name not in RULE_NAMES and is_users("acceptance", text):
+        return
     if name not in RULE_NAMES or (":" in text) != (name in WITH_COUNT):
-        allowed = ", ".join(["auto", *(f"{n}:K" if n in WITH_COUNT else n for n in sorted(RULE_NAMES))])
+        names = (f"{n}:K" if n in WITH_COUNT else n for n in sorted(RULE_NAMES))
+        allowed = ", ".join(["auto", *names, "MODULE:RULE"])
         raise UsageError(f"acceptance={text!r}; allowed: {allowed}{did_you_mean(name, 'auto', *RULE_NAMES)}")
     if name in WITH_COUNT and (not argument.isdecimal() or int(argument) < 1):
         raise UsageError(f"acceptance={text!r}; allowed: {name}:K with a whole number K, 1 or more")

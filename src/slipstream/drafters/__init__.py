@@ -13,10 +13,12 @@ import importlib
 import pkgutil
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.core.user_objects import is_users, user_object
+from slipstream.errors import UsageError, did_you_mean, with_class
 
 if TYPE_CHECKING:
     import torch
@@ -72,10 +74,15 @@ def _names_in(folders: tuple[str, ...]) -> tuple[str, ...]:
 
 def check_name(text: str) -> None:
     """Raise UsageError, which lists all drafters, unless `text` names one, with an argument only if it takes one."""
+    if is_of_user(text):
+        user_object("drafter", text)
+        return
     name, allowed = text.partition(":")[0], ["auto", *names()]
     if name not in allowed:
         near = did_you_mean(name, *allowed)
-        raise UsageError(f"drafter={text!r}; allowed: {', '.join(allowed)}, or in Python a Drafter object{near}")
+        raise UsageError(
+            f"drafter={text!r}; allowed: {', '.join(allowed)}, MODULE:NAME, or in Python a Drafter object{near}"
+        )
     if ":" in text and name not in ARGUMENTS:
         raise UsageError(f"drafter={text!r}; allowed: {name!r} without an argument")
     if text.endswith(":"):
@@ -83,9 +90,43 @@ def check_name(text: str) -> None:
 
 
 def traits(text: str) -> Traits:
-    """The traits of the drafter called `text`."""
+    """The traits of the drafter called `text`; those of a user's class as far as the class itself declares them."""
     check_name(text)
+    if is_of_user(text):
+        from slipstream.core.types import Traits
+
+        declared = getattr(user_object("drafter", text), "traits", None)
+        return declared if isinstance(declared, Traits) else Traits()
     return cast("Traits", _module(text).TRAITS)
+
+
+def is_of_user(text: str) -> bool:
+    """True if `text` names a drafter outside this package: `module:Name`, or an entry point."""
+    return text.partition(":")[0] not in names() and is_users("drafter", text)
+
+
+def users_drafter(text: str, setup: Setup) -> Drafter:
+    """A user's drafter: the object that `text` names, or what the class or function makes of `setup` or of nothing.
+
+    setup: its parts that need no draft model.
+    """
+    from slipstream.core.interfaces import Drafter
+
+    named = user_object("drafter", text)
+    if isinstance(named, Drafter) and not isinstance(named, type):
+        return named
+    try:
+        needed = [
+            p for p in signature(named).parameters.values() if p.default is p.empty and p.kind <= p.VAR_POSITIONAL
+        ]
+        made = named(setup) if needed else named()
+    except Exception as error:  # a user's class may raise anything
+        raise UsageError(f"drafter={text!r} cannot be made: {with_class(error)}") from error
+    if not isinstance(made, Drafter):
+        raise UsageError(
+            f"drafter={text!r} makes {made!r:.60}; allowed: an object with propose(rows, lengths, sampler)"
+        )
+    return made
 
 
 def traits_of(drafter: str | Drafter) -> Traits:

@@ -29,11 +29,11 @@ from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 log = logging.getLogger("slipstream")
 
 
-def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
+def check_names(config: DecoderConfig, drafter: str | Drafter, rule: Rule | None) -> None:
     """Raise `UsageError` for unknown names; warn about a setting without effect."""
     if (useless := config.contradiction()) is not None:
         log.warning(useless)
-    if config.acceptance != "auto":
+    if rule is None and config.acceptance != "auto":
         load_rule(config.acceptance)
     if isinstance(drafter, str):
         drafters.check_name(drafter)
@@ -50,8 +50,12 @@ def choose_engine(
 
 
 def pick_drafter(models: ModelPair, lengths: LengthChoice, requested: str | Drafter) -> str | Drafter:
-    """The drafter that "auto" stands for; any other as it is."""
-    if not isinstance(requested, str) or requested != "auto":
+    """The drafter that "auto" or `module:Name` stands for; any other as it is."""
+    if isinstance(requested, str) and drafters.is_of_user(requested):
+        target = models.target_session
+        setup = drafters.Setup(target.backend.device, target.backend.vocab_size, target=target)
+        return drafters.users_drafter(requested, setup)
+    if requested != "auto":
         return requested
     costs = lengths.kind == "auto"  # measured costs decide how much to draft
     if costs and models.shapes.token_by_token:  # a draft takes as many forwards as it has tokens
@@ -71,7 +75,7 @@ class EngineChoice:
 
     @property
     def name(self) -> str:
-        return name_of(self.drafter)
+        return self.config.drafter if drafters.is_of_user(self.config.drafter) else name_of(self.drafter)
 
     @property
     def traits(self) -> Traits:

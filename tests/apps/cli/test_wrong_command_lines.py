@@ -99,7 +99,7 @@ WRITTEN: list[Case] = [
     ((*GENERATE, "--drafter", "ngarm"), "did you mean 'ngram'?"),
     ((*GENERATE, "--drafter", "sufix"), "did you mean 'suffix'?"),
     ((*GENERATE, "--drafter", "magic"), "drafter='magic'; allowed: auto, cross_vocabulary"),
-    ((*GENERATE, "--drafter", "magic"), "token_recycling, or in Python a Drafter object"),
+    ((*GENERATE, "--drafter", "magic"), "token_recycling, MODULE:NAME, or in Python a Drafter object"),
     ((*GENERATE, "--drafter", "auto:3"), "drafter='auto:3'; allowed: 'auto' without an argument"),
     ((*GENERATE, "--drafter", "none:"), "drafter='none:'; allowed: 'none' without an argument"),
     ((*GENERATE, "--drafter", "ngram:"), "drafter='ngram:'; allowed: ngram[:N]"),
