@@ -36,6 +36,7 @@ FIRST = (
     "Decoder",
 )
 LAST = ("Output", "Options", "Examples")
+NO_VARIABLES = {"DEBUG", "HELP_ALL"}  # flags without one; SLIPSTREAM_DEBUG checks caches
 NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
 BOUNDS = {r"greater than or equal to (\S+)": r"\1 or more", r"less than or equal to (\S+)": r"\1 or less"}
 RANGES = {r"\bx>=(\d+)": r"\1 or more", r"\b(\d+)<=x<=(\d+)": r"\1 to \2"}  # as typer writes them in help
@@ -55,8 +56,8 @@ class _Checked:
             return list(super().parse_args(ctx, args))  # type: ignore[misc]
         except typer.BadParameter as error:  # whose own message may lack the value
             values = [] if error.param is None else _values(words, error.param.opts)
-            if error.param is not None and not values and error.param.name in (ctx.default_map or {}):
-                values = [str(ctx.default_map[error.param.name])]  # from a plan file
+            if error.param is not None and not values and (value := _elsewhere(ctx, error.param)) is not None:
+                values = [value]
             if error.param is None or not values:
                 raise
             allowed = error.message.rpartition("; allowed: ")[2]
@@ -88,6 +89,14 @@ class _Checked:
 
 class Command(_Checked, TyperCommand):
     """A command whose help has the sections that its options name (`rich_help_panel`)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for param in self.params:
+            if param.param_type_name == "option":
+                names = [name[2:].replace("-", "_").upper() for name in param.opts if name.startswith("--")]
+                param.envvar = [f"SLIPSTREAM_{name}" for name in names if name not in NO_VARIABLES]
+                param.show_envvar = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse, but refuse a file that is named twice, as one of the two would be overwritten."""
@@ -160,6 +169,13 @@ class Group(_Checked, TyperGroup):
         self.format_commands(ctx, formatter)
         records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
         _write(formatter, {"Options": records})
+
+
+def _elsewhere(ctx: Any, param: Any) -> str | None:
+    """The value that an option has from the environment or a file, if it has one."""
+    if (value := param.resolve_envvar_value(ctx)) is not None:
+        return str(value)
+    return str(ctx.default_map[param.name]) if param.name in (ctx.default_map or {}) else None
 
 
 def _needs_text(option: Any) -> bool:

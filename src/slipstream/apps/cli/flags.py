@@ -1,7 +1,7 @@
 """Command-line flags made from dataclasses, so that a default and its help text have one home.
 
-Options that several commands share are here too, and plan files: JSON files whose keys are flags. Flags on the command
-line override them.
+Options that several commands share are here too, and files whose keys are flags: plans in JSON, configurations in TOML.
+Flags on the command line override environment variables (SLIPSTREAM_PORT for --port), which override these files.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from slipstream.checks import UNREADABLE, check_known, read_json, why_no_file, w
 from slipstream.config import DTYPES, DecoderConfig
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import RULE_NAMES
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, one_line
 from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
@@ -276,6 +277,40 @@ def _complete_model(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
+def read_plan(context: typer.Context, value: Path | None) -> Path | None:
+    """Make the plan's values the defaults of the command; UsageError for a key that is not one of its options."""
+    if value is not None:
+        plan = read_json("plan", value)
+        if not isinstance(plan, dict):
+            raise UsageError(f"plan {str(value)!r} is not an object; allowed: one JSON object of options")
+        _set_defaults(context, f"plan {str(value)!r}", plan)
+    return value
+
+
+def read_config(context: typer.Context, value: Path | None) -> Path | None:
+    """Make a TOML file's values the defaults of the command; a JSON file is returned, for `config_from`."""
+    if value is None or value.suffix != ".toml":
+        return value
+    try:
+        settings = tomllib.loads(_read("--config", value))
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"--config {str(value)!r} is not TOML: {one_line(error)}") from error
+    _set_defaults(context, f"config file {str(value)!r}", settings)
+    return None
+
+
+def _set_defaults(context: typer.Context, file: str, settings: dict[str, Any]) -> None:
+    """Make the values of a file the defaults of the command. file: its kind and name, for messages."""
+    not_here = {"plan", "config", HELP_ALL}
+    allowed = {key: option for option in context.command.params for key in keys_of(option) if key not in not_here}
+    check_known(f"{file} has the unknown key", settings, sorted(allowed))
+    defaults = dict[str, Any]()
+    for key, item in settings.items():
+        option = allowed[key]
+        defaults[str(option.name)] = _default(f"{file}: {key}", item, getattr(option, "multiple", False))
+    context.default_map = defaults
+
+
 Target = Annotated[
     str, option(MODELS, "-m", "--target", "--model", text=NAMED, metavar="MODEL", autocompletion=_complete_model)
 ]
@@ -293,7 +328,13 @@ DraftModel = Annotated[
 ConfigFile = Annotated[
     Path | None,
     option(
-        MODELS, "--config", text="JSON file of decoder settings, instead of their flags", metavar="FILE", hidden=True
+        MODELS,
+        "--config",
+        text="TOML file of flags (port = 8000), or JSON file of decoder settings, which replaces their flags",
+        metavar="FILE",
+        hidden=True,
+        is_eager=True,
+        callback=read_config,
     ),
 ]
 PromptWords = Annotated[
@@ -481,23 +522,6 @@ class Structure:
         return replace(params, constraint=Constraint(**kinds, whitespace=self.whitespace))
 
 
-def read_plan(context: typer.Context, value: Path | None) -> Path | None:
-    """Make the file's values the defaults of the command; UsageError for a key that is not one of its options."""
-    if value is None:
-        return None
-    allowed = {key: option for option in context.command.params if (key := _key(option)) not in ("plan", HELP_ALL)}
-    plan = read_json("plan", value)
-    defaults = dict[str, Any]()
-    if not isinstance(plan, dict):
-        raise UsageError(f"plan {str(value)!r} is not an object; allowed: one JSON object of options")
-    check_known(f"plan {str(value)!r} has the unknown key", plan, sorted(allowed))
-    for key, item in plan.items():
-        option = allowed[key]
-        defaults[str(option.name)] = _default(f"plan {str(value)!r}: {key}", item, getattr(option, "multiple", False))
-    context.default_map = defaults
-    return value
-
-
 Plan = Annotated[
     Path | None,
     typer.Option(
@@ -510,9 +534,10 @@ Plan = Annotated[
 ]
 
 
-def _key(option: Any) -> str:
-    """The flag's name as a key: max_tokens for --max-tokens."""
-    return str(max(option.opts, key=len)).lstrip("-").replace("-", "_")
+def keys_of(option: Any) -> list[str]:
+    """The long names of a flag as keys of files: max_tokens for --max-tokens; an argument has its own name."""
+    names = [name.lstrip("-") for name in option.opts if name.startswith("--")] or option.opts
+    return [name.replace("-", "_") for name in names]
 
 
 def _default(where: str, item: Any, multiple: bool) -> str | list[str]:
