@@ -47,6 +47,7 @@ KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 # all experts of a layer are used, so that roundings do not decide which
 EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 4),
+    **dict.fromkeys(("moe_num_experts", "moe_k"), 4),
     "moe_intermediate_size": 96,
 }
 MULTIPLIERS = {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.3}
@@ -85,6 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}, "use_qk_norm": True}
     | {"n_shared_experts": 2, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
     "gpt_oss": EXPERTS | WINDOW | KINDS,
+    "ernie4_5_moe": EXPERTS | {"moe_layer_interval": 2},
 }
 DENSE = [name for name, settings in CONFIGS.items() if not settings.keys() >= EXPERTS.keys()]
 PROMPT = [5, 9, 5, 9, 5, 9, 70, 71, 5, 9]

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -126,7 +127,7 @@ class BlockExperts(nn.Module):
         self._router = numbers_part(tensors.values(f"{name}.{plan.router}.weight", (count, hidden)), library)
         self._vectors = [
             tensors.values(f"{name}.{plan.router}.bias", (count,)) if plan.is_biased else None,
-            tensors.values(f"{name}.{plan.choice_bias}", (count,)) if plan.choice_bias else None,
+            _choice_bias(block, plan, name, tensors),
             tensors.values(f"{name}.{plan.shared_gate}.weight", (1, hidden)) if plan.shared_gate else None,
         ]
         self._structs: list[Any] = []  # arrays whose addresses the struct has
@@ -344,6 +345,12 @@ def stacks_of_single_experts(
 
 def _parameters(module: Any) -> Iterator[nn.Parameter]:
     return module.parameters(recurse=False) if isinstance(module, nn.Module) else iter(())
+
+
+def _choice_bias(block: nn.Module, plan: ExpertsPlan, name: str, tensors: ExpertTensors) -> Tensor | None:
+    if plan.choice_bias is None:
+        return None
+    return tensors.values(f"{name}.{plan.choice_bias}", tuple(attrgetter(plan.choice_bias)(block).shape))
 
 
 def _check(block: nn.Module, plan: ExpertsPlan, hidden: int) -> None:

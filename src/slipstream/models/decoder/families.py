@@ -324,6 +324,18 @@ def glm4_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
     return _with_experts(config, plan, range(config.first_k_dense_replace, len(plan.layers)))
 
 
+@family(
+    "ernie4_5_moe",
+    fields="moe_k moe_num_experts moe_num_shared_experts moe_intermediate_size moe_norm_min moe_layer_start_index "
+    f"moe_layer_end_index moe_layer_interval {EXPERTS}",
+)
+def ernie4_5_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """ERNIE 4.5 with experts in every so many of some layers."""
+    layers = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
+    sparse = [i for i in layers if (i + 1) % config.moe_layer_interval == 0]
+    return _with_experts(config, ernie4_5(config, plan), sparse)
+
+
 @family("gpt_oss", fields=f"{EXPERTS} swiglu_alpha swiglu_limit")
 def gpt_oss(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Attention with sinks."""
@@ -332,7 +344,7 @@ def gpt_oss(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 def _with_experts(config: Any, plan: DecoderPlan, layers: Container[int]) -> DecoderPlan:
     """The plan with experts in these layers."""
-    experts = {"experts": experts_plan(config), "gate_up": (), "down": None, "inner": 0}
+    experts: dict[str, Any] = {"experts": experts_plan(config), "gate_up": (), "down": None, "inner": 0}
     return plan.with_layers(lambda layer: experts if layer.index in layers else {})
 
 

@@ -67,6 +67,23 @@ def _glm(config: Any) -> ExpertsPlan:
     )
 
 
+def _ernie4_5(config: Any) -> ExpertsPlan:
+    """Softmax with a bias for the choice."""
+    inner, num_shared = config.moe_intermediate_size, config.moe_num_shared_experts
+    if config.use_bias:
+        raise UnknownLayerError("its experts have biases")
+    shared = {"shared": "shared_experts", "shared_inner": inner * num_shared} if num_shared else {}
+    return _softmax(
+        config,
+        config.moe_num_experts,
+        inner,
+        used=config.moe_k,
+        floor=config.moe_norm_min,
+        choice_bias="gate.moe_statics.e_score_correction_bias",
+        **shared,
+    )
+
+
 def _lfm2(config: Any) -> ExpertsPlan:
     return _qwen3(
         config,
@@ -88,6 +105,7 @@ MIXTURES: Mapping[str, Callable[[Any], ExpertsPlan]] = {
     "mixtral": _mixtral,
     "granitemoe": lambda config: _mixtral(config, block="block_sparse_moe", router="router"),
     "gpt_oss": _gpt_oss,
+    "ernie4_5_moe": _ernie4_5,
     "glm4_moe": _glm,
     "glm4_moe_lite": _glm,
     "lfm2_moe": _lfm2,

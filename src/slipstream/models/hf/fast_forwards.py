@@ -79,7 +79,7 @@ def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str
     try:
         if own_logits.keep_if_same("grouped attention", turn_on):
             return None
-        if own_logits.error() < UNLIKE and _attends_alike(backend, repeats):
+        if own_logits.error() < UNLIKE and _attends_alike(backend, repeats, original):
             turn_on()
             own_logits.passed.add("grouped attention")
             return None
@@ -89,13 +89,13 @@ def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str
     return reason
 
 
-def _attends_alike(backend: HFBackend, repeats: int) -> bool:
+def _attends_alike(backend: HFBackend, repeats: int, original: str) -> bool:
     """True if grouped attention computes what the model's own does, call by call.
 
     In a model such as Gemma 3 the roundings of one layer grow through the others until its logits show nothing.
     """
     errors, registered, config = list[float](), AttentionInterface(), backend.model.config
-    is_eager = config._attn_implementation == "eager"
+    is_eager = original == "eager"
 
     def compared(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, **options: Any

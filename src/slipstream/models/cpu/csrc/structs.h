@@ -172,8 +172,8 @@ struct expert_set {
 /* The feed-forward part of a layer of which each token uses some experts. See blocks/experts.c.
  *
  * router: numbers [count][hidden]; its products with a token, plus router_bias, are the token's logits. Scores are the
- * logits' sigmoids or their softmax. The `used` experts of the largest logits are chosen or, with a choice_bias
- * (sigmoids only), of the largest sums of score and bias. If `normalises`, scores are divided by `floor` plus the sum of
+ * logits' sigmoids or their softmax. The `used` experts of the largest logits are chosen or, with a choice_bias, of the
+ * largest sums of score and bias. If `normalises`, scores are divided by `floor` plus the sum of
  * those of the chosen ones; then they are multiplied by `factor`. shared: one expert that all tokens use, with the
  * factor sigmoid(shared_gate * x), or 1; none if `inner` is 0. The activation is
  * g / (1 + exp(-(slope * g + cubic * g^3))) * (u + shift), where g is at most `limit` and u lies within it. reads: how

@@ -121,6 +121,18 @@ static int is_among(const int32_t *chosen, int64_t count, int64_t expert) {
     return 0;
 }
 
+/* Powers of e [padded], relative to that of the logit `most`; returns their sum. */
+static float exponentials(const float *logits, int64_t padded, float most, float *scores) {
+    floats sums = all_floats(0);
+    for (int64_t i = 0; i < padded; i += LANES) {
+        floats z = subtract_floats(load_floats(logits + i), all_floats(most));
+        floats score = exponential(max_floats(min_floats(z, all_floats(88)), all_floats(-88)));
+        store_floats(scores + i, score);
+        sums = add_floats(sums, score);
+    }
+    return sum_of(sums);
+}
+
 /* Chooses a token's experts, unless the choice is forced, and computes their weights: NaN if a logit is not finite. */
 static void choose(const struct forward *f, int64_t t) {
     const struct experts *of = f->of;
@@ -130,6 +142,13 @@ static void choose(const struct forward *f, int64_t t) {
     int32_t *chosen = f->chosen + t * used;
     for (int64_t e = 0; e < of->count; e++) spoiled += logits[e] * 0;
     for (int64_t i = 0; of->is_sigmoid && i < padded; i += LANES) store_floats(scores + i, sigmoid(load_floats(logits + i)));
+    int needs_softmax = !of->is_sigmoid && of->choice_bias; /* which the bias is added to */
+    if (needs_softmax) {
+        float largest = logits[0];
+        for (int64_t e = 1; e < of->count; e++) largest = logits[e] > largest ? logits[e] : largest;
+        float sum = exponentials(logits, padded, largest, scores);
+        for (int64_t e = 0; e < of->count; e++) scores[e] /= sum;
+    }
     for (int64_t n = 0; n < used; n++) {
         int64_t best = -1;
         float most = 0;
@@ -141,25 +160,18 @@ static void choose(const struct forward *f, int64_t t) {
         insert(chosen, n, (int32_t)best);
     }
     float total = 0, most = -INFINITY;
-    if (!of->is_sigmoid) { /* relative to the largest logit of those whose sum divides */
+    if (!of->is_sigmoid && !needs_softmax) { /* relative to the largest logit of those whose sum divides */
         for (int64_t i = 0; i < (of->normalises ? used : of->count); i++) {
             float logit = logits[of->normalises ? chosen[i] : i];
             if (logit > most) most = logit;
         }
-        floats sums = all_floats(0);
-        for (int64_t i = 0; i < padded; i += LANES) {
-            floats z = subtract_floats(load_floats(logits + i), all_floats(most));
-            floats score = exponential(max_floats(min_floats(z, all_floats(88)), all_floats(-88)));
-            store_floats(scores + i, score);
-            sums = add_floats(sums, score);
-        }
-        total = sum_of(sums);
+        total = exponentials(logits, padded, most, scores);
     }
     if (of->normalises) {
         total = 0;
         for (int64_t i = 0; i < used; i++) total += scores[chosen[i]];
         total += of->floor;
-    } else if (of->is_sigmoid) {
+    } else if (of->is_sigmoid || needs_softmax) {
         total = 1;
     }
     for (int64_t i = 0; i < used; i++) weights[i] = scores[chosen[i]] / total * of->factor + spoiled;
