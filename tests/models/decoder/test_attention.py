@@ -69,8 +69,8 @@ def test_blocks_of_a_long_forward_attend_like_the_whole(width: int, start: int, 
 
 def test_options_that_grouped_attention_lacks_are_refused() -> None:
     states = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(SlipstreamError, match="s_aux"):
-        grouped.grouped_attention(None, states, states, states, torch.zeros(1, 1, 4, 4), s_aux=30.0)
+    with pytest.raises(SlipstreamError, match="position_bias"):
+        grouped.grouped_attention(None, states, states, states, torch.zeros(1, 1, 4, 4), position_bias=30.0)
 
 
 def test_a_model_that_answers_differently_keeps_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:

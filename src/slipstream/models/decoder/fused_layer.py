@@ -176,7 +176,9 @@ class LayerOps:
         self.heads, self.key_heads, self.size = plan.heads, plan.key_heads, plan.size
         self.qkv = _product(layer, plan.qkv, (plan.heads + 2 * plan.key_heads) * plan.size)
         self.out = _product(layer, (plan.out,))
-        self.gate_up = self.down = self.experts = None
+        self.gate_up: Any = None
+        self.down: Any = None
+        self.experts: Experts | None = None
         if plan.experts is not None:
             self.experts = _experts(layer, plan.experts)
         else:

@@ -19,7 +19,7 @@ from slipstream.models.cpu.compiled_layers import LayerStack, compiled_ops
 from slipstream.models.cpu.packed_linear import KernelLinear, PackedLinear
 from slipstream.models.decoder.around_layers import check_nothing_between
 from slipstream.models.decoder.attention import GROUPED, UngroupableError, group_mask, repeats_of
-from slipstream.models.decoder.families import plan_of
+from slipstream.models.decoder.families import FAMILIES, plan_of
 from slipstream.models.decoder.fused_layer import FusedLayer, fused_layers
 from slipstream.models.decoder.plan import DecoderPlan, UnknownLayerError
 from slipstream.models.hf.backend import HFBackend
@@ -57,7 +57,8 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
     if config._attn_implementation == GROUPED:
         return
     repeats, is_capped = repeats_of(config), bool(getattr(config, "attn_logit_softcapping", None))
-    is_only_eager = is_capped or not backend.model._supports_sdpa  # "sdpa" knows neither caps nor sinks
+    has_plan = config.model_type in FAMILIES
+    is_only_eager = is_capped or (has_plan and not backend.model._supports_sdpa)  # "sdpa" knows neither caps nor sinks
     if config._attn_implementation not in ("sdpa", "eager" if is_only_eager else "sdpa"):
         reason: str | None = f"its attention is {config._attn_implementation!r}"
     elif repeats is None:
@@ -79,7 +80,8 @@ def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str
     try:
         if own_logits.keep_if_same("grouped attention", turn_on):
             return None
-        if own_logits.error() < UNLIKE and _attends_alike(backend, repeats, original):
+        is_comparable = original == "sdpa" or config.get_text_config().model_type in FAMILIES
+        if is_comparable and own_logits.error() < UNLIKE and _attends_alike(backend, repeats, original):
             turn_on()
             own_logits.passed.add("grouped attention")
             return None
