@@ -362,8 +362,12 @@ def _check(block: nn.Module, plan: ExpertsPlan, hidden: int) -> None:
         allowed = f"1 to {plan.count}, its number of experts"
         raise SlipstreamError(f"the configuration has num_experts_per_tok={plan.used!r}; allowed: {allowed}")
     experts: Any = block.experts
-    if (act := getattr(experts, "act_fn", None)) is not None:  # SwiGLU with limits is the block's own code
-        x, (slope, cubic) = torch.linspace(-30, 30, 1001), plan.activation
+    (slope, cubic), act = plan.activation, getattr(experts, "act_fn", None)
+    if act is None:  # SwiGLU with limits, which older versions do not read from the configuration
+        if (experts.alpha, experts.limit) != (slope, plan.limit):
+            raise NotInBlocksError(f"its experts have the limit {experts.limit}, its configuration {plan.limit}")
+    else:
+        x = torch.linspace(-30, 30, 1001)
         if not torch.allclose(x * torch.sigmoid(slope * x + cubic * x**3), act(x.clone()), rtol=1e-5, atol=1e-5):
             name = getattr(act, "__name__", type(act).__name__)
             raise NotInBlocksError(f"the activation {name} is neither SiLU nor GELU by its tanh formula")
