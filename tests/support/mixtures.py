@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts of every declared family."""
+"""Tiny mixtures of experts of every declared family, and the check that drafts change no text of one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.cpu.block_experts import expert_blocks
 
 SHAPE: dict[str, Any] = {
@@ -40,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "granitemoe": {},
     "gpt_oss": {},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_layer_start_index": 0},
     "glm4_moe": GLM | {"first_k_dense_replace": 0},
     "glm4_moe_lite": GLM | LATENT | {"mlp_layer_types": ["sparse"] * 2},
     "lfm2_moe": FULL | {"num_dense_layers": 0, "use_expert_bias": True},
@@ -63,3 +65,20 @@ def mixture(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
 def block_of(model: Any) -> tuple[str, nn.Module]:
     """The first block of experts, and its name."""
     return expert_blocks(model)[0]
+
+
+PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
+
+
+def assert_drafts_change_no_text(source: str, **options: Any) -> None:
+    """Texts with drafts equal plain ones, alone and in a batch; `suffix` knows the texts of the batch already."""
+    params = [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0.0, 0.9)]
+    texts = []
+    for drafter in ("none", "ngram", "suffix"):
+        given = {"drafter": drafter, "num_draft_tokens": 5, "max_batch_size": 4}
+        with SpeculativeDecoder(source, **given, **options) as decoder:
+            alone = [decoder.generate(prompt, each) for each in params for prompt in PROMPTS]
+            together = decoder.generate([*PROMPTS, *PROMPTS], [params[0]] * 3 + [params[1]] * 3)
+        texts += [[result.token_ids for result in alone], [result.token_ids for result in together]]
+    assert all(other == texts[0] for other in texts[1:])
+    assert sum(result.stats.num_accepted_tokens for result in together) > 20

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cpu.block_experts import (
     BlockExperts,
@@ -38,7 +37,7 @@ from slipstream.models.weights.gguf_conversion import dequantised
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_architectures import CASES, architecture, write_case
 from tests.support.gguf_files import BY_NAME, part_of, random_blocks
-from tests.support.mixtures import FAMILIES, block_of, mixture
+from tests.support.mixtures import FAMILIES, assert_drafts_change_no_text, block_of, mixture
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]
@@ -287,23 +286,6 @@ def test_a_router_that_is_a_bare_parameter_multiplies_tokens_together() -> None:
     assert _multiplies_tokens_independently(Model(nn.LayerNorm(64), in_kernels(mixture("qwen3_moe"))))
     assert not _multiplies_tokens_independently(Model(Router()))
     assert not _multiplies_tokens_independently(Model(block_of(mixture("qwen3_moe"))[1]))
-
-
-PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
-
-
-def assert_drafts_change_no_text(source: str, **options: Any) -> None:
-    """Texts with drafts equal plain ones, alone and in a batch; `suffix` knows the texts of the batch already."""
-    params = [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0.0, 0.9)]
-    texts = []
-    for drafter in ("none", "ngram", "suffix"):
-        given = {"drafter": drafter, "num_draft_tokens": 5, "max_batch_size": 4}
-        with SpeculativeDecoder(source, **given, **options) as decoder:
-            alone = [decoder.generate(prompt, each) for each in params for prompt in PROMPTS]
-            together = decoder.generate([*PROMPTS, *PROMPTS], [params[0]] * 3 + [params[1]] * 3)
-        texts += [[result.token_ids for result in alone], [result.token_ids for result in together]]
-    assert all(other == texts[0] for other in texts[1:])
-    assert sum(result.stats.num_accepted_tokens for result in together) > 20
 
 
 @pytest.fixture(scope="module")

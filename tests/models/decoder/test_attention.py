@@ -63,14 +63,14 @@ def test_blocks_of_a_long_forward_attend_like_the_whole(width: int, start: int, 
     for block in blocks:
         length_read, end = block.mask.shape[3], start + block.token + block.width
         assert length_read == min((length for length in (*reads, 512) if length >= end), default=512)
-    by_blocks = grouped.attend_in_blocks(query, key, value, blocks, None)
-    assert torch.allclose(by_blocks, grouped.attend(query, key, value, mask, None), atol=1e-5)
+    by_blocks = grouped.attend_in_blocks(query, key, value, blocks, grouped.Scores())
+    assert torch.allclose(by_blocks, grouped.attend(query, key, value, mask, grouped.Scores()), atol=1e-5)
 
 
 def test_options_that_grouped_attention_lacks_are_refused() -> None:
     states = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(SlipstreamError, match="s_aux"):
-        grouped.grouped_attention(None, states, states, states, torch.zeros(1, 1, 4, 4), s_aux=30.0)
+    with pytest.raises(SlipstreamError, match="position_bias"):
+        grouped.grouped_attention(None, states, states, states, torch.zeros(1, 1, 4, 4), position_bias=30.0)
 
 
 def test_a_model_that_answers_differently_keeps_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:

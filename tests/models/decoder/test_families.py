@@ -44,6 +44,12 @@ SHAPE: dict[str, Any] = {
 WINDOW, THETA = {"sliding_window": 24}, {"rope_type": "default", "rope_theta": 1e4}
 CAPS = {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+# all experts of a layer are used, so that roundings do not decide which
+EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 4),
+    **dict.fromkeys(("moe_num_experts", "moe_k"), 4),
+    "moe_intermediate_size": 96,
+}
 MULTIPLIERS = {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.3}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -71,7 +77,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cohere2": WINDOW | KINDS | {"logit_scale": 0.3},
     "ernie4_5": {},
     "starcoder2": WINDOW | {"hidden_act": "gelu_pytorch_tanh"},
+    "mixtral": EXPERTS | WINDOW,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [2]},
+    "qwen3_moe": EXPERTS | {"decoder_sparse_step": 2},
+    "olmoe": EXPERTS | {"head_dim": 32},
+    "granitemoe": EXPERTS | MULTIPLIERS | {"attention_multiplier": 0.2},
+    "glm4_moe": EXPERTS
+    | {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}, "use_qk_norm": True}
+    | {"n_shared_experts": 2, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
+    "gpt_oss": EXPERTS | WINDOW | KINDS,
+    "ernie4_5_moe": EXPERTS | {"moe_layer_interval": 2},
 }
+DENSE = [name for name, settings in CONFIGS.items() if not settings.keys() >= EXPERTS.keys()]
 PROMPT = [5, 9, 5, 9, 5, 9, 70, 71, 5, 9]
 IDS = torch.randint(3, 320, (1, 60), generator=torch.Generator().manual_seed(4))
 
@@ -128,7 +145,7 @@ def test_bfloat16_layers_are_as_near_to_the_model_as_transformers_own(
     assert difference(logits, exact) <= 1.2 * difference(own, exact) < 0.05
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", DENSE)
 def test_layers_in_blocks_compute_the_rounded_weights(name: str, folder_of: Callable[[str], str]) -> None:
     folder = folder_of(name)
     logits = logits_of(load(folder, LoadOptions(activations="int15", rounding="int4")).backend)
@@ -136,7 +153,7 @@ def test_layers_in_blocks_compute_the_rounded_weights(name: str, folder_of: Call
 
 
 @pytest.mark.parametrize("quantize", ["none", "int4"])
-@pytest.mark.parametrize("name", mostly_slow(CONFIGS, "cohere2"))  # each decoder measures its forwards
+@pytest.mark.parametrize("name", mostly_slow(DENSE, "cohere2"))  # each decoder measures its forwards
 def test_texts_are_the_same_with_drafts(name: str, quantize: str, folder_of: Callable[[str], str]) -> None:
     decoder = SpeculativeDecoder(folder_of(name), quantize=quantize, drafter="none")
     params = SamplingParams(max_tokens=40)
@@ -152,6 +169,11 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"rope_parameters": THETA | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1"),
     ("llama", {"hidden_act": "relu"}, "the activation 'relu'"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layers of chunked_attention"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    ("qwen3_moe", {"router_logit_scale": 0.5}, "router_logit_scale=0.5"),
+    ("mixtral", {"hidden_act": "relu"}, "the activation 'relu'"),
+    ("glm4_moe", {"n_group": 4, "topk_group": 2}, "2 of 4 groups"),
+    ("qwen2_moe", {"num_shared_experts": 2, "shared_expert_scale": 0.5}, "shared_expert_scale=0.5"),
 ]
 
 

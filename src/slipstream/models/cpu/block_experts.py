@@ -1,15 +1,16 @@
 """The feed-forward block of a mixture of experts, computed by the kernels with the weights as they are.
 
-`MIXTURES` declares what each of transformers' blocks computes; transformers' own block, on the same weights, is the
-specification. `csrc/blocks/experts.c` computes it: a token's result does not depend on the tokens beside it.
+`decoder/mixtures.py` declares what each of transformers' blocks computes; transformers' own block, on the same weights,
+is the specification. `csrc/blocks/experts.c` computes it: a token's result does not depend on the tokens beside it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -27,57 +28,8 @@ from slipstream.models.cpu.structs import (
     ExpertSetStruct,
     ExpertsStruct,
 )
-from slipstream.models.decoder.plan import GELU, SILU
-
-MAX_TOKENS = 1024  # computed together; scratch space grows with them
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """What a block of experts computes. Strings name its children and buffers, or fields of the configuration."""
-
-    router: str = "gate"
-    is_sigmoid: bool = False  # scores; else softmax
-    normalises: bool | str = True  # divides the scores of the chosen experts by their sum
-    floor: float = 0.0  # added to that sum
-    factor: str | None = None  # field: what the scores are then multiplied by
-    choice_bias: str | None = None  # buffer: added to the scores for the choice only
-    shared: str | None = None  # child: the expert that all tokens use
-    shared_gate: str | None = None  # child: the linear layer whose sigmoid is the shared expert's factor
-    is_gpt_oss: bool = False  # SwiGLU with limits; biases; transposed matrices; a pair is returned
-
-
-_SOFTMAX = Mixture(normalises="norm_topk_prob")
-_GATED = Mixture(normalises="norm_topk_prob", shared="shared_expert", shared_gate="shared_expert_gate")
-_GLM = Mixture(
-    is_sigmoid=True,
-    normalises="norm_topk_prob",
-    floor=1e-20,
-    factor="routed_scaling_factor",
-    choice_bias="gate.e_score_correction_bias",
-    shared="shared_experts",
-)
-_LFM2 = Mixture(
-    is_sigmoid=True,
-    normalises="norm_topk_prob",
-    floor=1e-6,
-    factor="routed_scaling_factor",
-    choice_bias="expert_bias",
-)
-# by the name of the block's class in transformers
-MIXTURES: Mapping[str, Mixture] = {
-    "Qwen2MoeSparseMoeBlock": _GATED,
-    "Qwen3MoeSparseMoeBlock": _SOFTMAX,
-    "Qwen3NextSparseMoeBlock": _GATED,
-    "Qwen3_5MoeSparseMoeBlock": replace(_GATED, normalises=True),
-    "OlmoeSparseMoeBlock": _SOFTMAX,
-    "MixtralSparseMoeBlock": Mixture(),
-    "GraniteMoeMoE": Mixture(router="router"),
-    "GptOssMLP": Mixture(router="router", is_gpt_oss=True),
-    "Glm4MoeMoE": _GLM,
-    "Glm4MoeLiteMoE": _GLM,
-    "Lfm2MoeSparseMoeBlock": _LFM2,
-}
+from slipstream.models.decoder.mixtures import experts_plan
+from slipstream.models.decoder.plan import ExpertsPlan, UnknownLayerError
 
 
 @dataclass(frozen=True)
@@ -165,38 +117,39 @@ class BlockExperts(nn.Module):
         config: of the text model. Raises `NotInBlocksError` if the kernels cannot compute this block.
         """
         super().__init__()
-        form = mixture_of(block)
-        self.sizes = sizes = _sizes(block, form)
-        self.num_used = _num_used(config, sizes)
+        self.plan = plan = _plan_of(block, config)
+        self.sizes = sizes = ExpertSizes(plan.count, plan.inner, config.hidden_size)
+        _check(block, plan, sizes.hidden)
         self.activations, self.reads, library = computed.activations, computed.reads, computed.library
         self._library = library
-        self._returns_pair = form.is_gpt_oss
         count, hidden = sizes.experts, sizes.hidden
         self.stacks = stacks = tensors.experts(name, sizes, library)
-        self._router = numbers_part(tensors.values(f"{name}.{form.router}.weight", (count, hidden)), library)
+        self._router = numbers_part(tensors.values(f"{name}.{plan.router}.weight", (count, hidden)), library)
         self._vectors = [
-            tensors.values(f"{name}.{form.router}.bias", (count,)) if form.is_gpt_oss else None,
-            _choice_bias(block, form, name, tensors),
-            tensors.values(f"{name}.{form.shared_gate}.weight", (1, hidden)) if form.shared_gate else None,
+            tensors.values(f"{name}.{plan.router}.bias", (count,)) if plan.is_biased else None,
+            _choice_bias(block, plan, name, tensors),
+            tensors.values(f"{name}.{plan.shared_gate}.weight", (1, hidden)) if plan.shared_gate else None,
         ]
         self._structs: list[Any] = []  # arrays whose addresses the struct has
-        shared = ExpertSetStruct()
         self.shared: list[BlockPart] = []
-        if form.shared is not None:
-            shared = self._shared(getattr(block, form.shared), f"{name}.{form.shared}", tensors)
-        normalises = getattr(config, form.normalises) if isinstance(form.normalises, str) else form.normalises
+        if plan.shared is not None:
+            shapes = {"gate": (plan.shared_inner, hidden), "up": (plan.shared_inner, hidden)}
+            self.shared = [
+                tensors.part(f"{name}.{plan.shared}.{key}_proj.weight", shape, library)
+                for key, shape in (shapes | {"down": (hidden, plan.shared_inner)}).items()
+            ]
+        shared = [Stack.rows_of(part, 1, 0, part.outputs) for part in self.shared]
         self.struct = ExpertsStruct(
-            *(hidden, count, self.num_used, ACTIVATIONS[self.activations]),
+            *(hidden, count, plan.used, ACTIVATIONS[self.activations]),
             self._router.struct,
             *map(address, self._vectors),
-            self._set(sizes.inner, stacks),
-            shared,
-            *(form.is_sigmoid, bool(normalises)),
-            *(form.floor, getattr(config, form.factor) if form.factor else 1.0),
-            *_activation(block, form, config),
+            self._set(plan.inner, stacks),
+            self._set(plan.shared_inner, ExpertStacks(*shared)) if shared else ExpertSetStruct(),
+            *(plan.is_sigmoid, plan.normalises, plan.floor, plan.factor),
+            *(*plan.activation, plan.limit, plan.shift),
             self.reads.address,
         )
-        self.chosen = torch.empty(0, self.num_used, dtype=torch.int32)
+        self.chosen = torch.empty(0, plan.used, dtype=torch.int32)
         self._forced: Tensor | None = None
 
     def _set(self, inner: int, stacks: ExpertStacks) -> ExpertSetStruct:
@@ -206,18 +159,6 @@ class BlockExperts(nn.Module):
             self._structs.append(pointers)
             matrices.append(ExpertMatrixStruct(stack.block.code, ctypes.addressof(pointers), address(stack.bias)))
         return ExpertSetStruct(inner, *matrices)
-
-    def _shared(self, expert: nn.Module, name: str, tensors: ExpertTensors) -> ExpertSetStruct:
-        """The shared expert, whose matrices are those of three linear layers."""
-        linears = [(key, getattr(expert, key)) for key in ("gate_proj", "up_proj", "down_proj")]
-        self.shared = parts = [
-            tensors.part(f"{name}.{key}.weight", (linear.out_features, linear.in_features), self._library)
-            for key, linear in linears
-        ]
-        inner = linears[0][1].out_features
-        _check_sizes(inner, self.sizes.hidden)
-        stacks = (Stack.rows_of(part, 1, 0, part.outputs) for part in parts)
-        return self._set(inner, ExpertStacks(*stacks))
 
     @property
     def formats(self) -> list[str]:
@@ -231,53 +172,61 @@ class BlockExperts(nn.Module):
         return not set(self.formats) <= {block.name for block in NUMBERS.values()}
 
     def force(self, choice: Tensor | None) -> None:
-        """Use these experts [T, num_used] in forwards of T tokens instead of those that the router chooses.
+        """Use these experts [T, used] in forwards of T tokens instead of those that the router chooses.
 
         Their weights are the router's. None: the router chooses again.
         """
         if choice is not None:
             choice = choice.to(torch.int32).contiguous()
             ascending = choice.sort(-1).values
-            if choice.dim() != 2 or choice.shape[1] != self.num_used:
-                raise ValueError(f"choice: {list(choice.shape)}; allowed: [T, {self.num_used}]")
+            if choice.dim() != 2 or choice.shape[1] != self.plan.used:
+                raise ValueError(f"choice: {list(choice.shape)}; allowed: [T, {self.plan.used}]")
             if not bool(((choice >= 0) & (choice < self.sizes.experts)).all()):
                 raise ValueError(f"choice: experts beyond 0 to {self.sizes.experts - 1}; allowed: experts of the block")
             if bool((ascending[:, 1:] == ascending[:, :-1]).any()):
                 raise ValueError("choice: an expert twice for a token; allowed: different ones")
         self._forced = choice
+        self.struct.forced, self.struct.num_forced = address(choice), 0 if choice is None else len(choice)
+
+    def check_forced(self, tokens: int) -> None:
+        """Raise ValueError if a choice is forced for another number of tokens."""
+        if self._forced is not None and len(self._forced) != tokens:
+            raise ValueError(f"choice: forced for {len(self._forced)} tokens; allowed: {tokens}, those of this forward")
+
+    def sum_of(self, x: Tensor) -> Tensor:
+        """x: [..., hidden] -> [..., hidden] of the same type. `chosen` keeps which experts were used."""
+        rows = x.reshape(-1, self.sizes.hidden).float().contiguous()
+        self.check_forced(len(rows))
+        out, chosen = torch.empty_like(rows), torch.empty(len(rows), self.plan.used, dtype=torch.int32)
+        scratch = torch.empty(self._library.experts_scratch(ctypes.byref(self.struct), len(rows)), dtype=torch.uint8)
+        arrays = address(chosen), address(out), address(scratch)
+        self._library.multiply_experts(ctypes.byref(self.struct), address(rows), len(rows), *arrays)
+        self.chosen = chosen
+        return out.view(x.shape).to(x.dtype)
 
     def forward(self, hidden_states: Tensor) -> Any:
-        """hidden_states: [..., hidden] -> [..., hidden] of the same type. `chosen` keeps which experts were used."""
-        x = hidden_states.reshape(-1, self.sizes.hidden).float().contiguous()
-        if self._forced is not None and len(self._forced) != len(x):
-            raise ValueError(f"choice: forced for {len(self._forced)} tokens; allowed: {len(x)}, those of this forward")
-        out, chosen = torch.empty_like(x), torch.empty(len(x), self.num_used, dtype=torch.int32)
-        for first in range(0, len(x), MAX_TOKENS):
-            part = slice(first, first + MAX_TOKENS)
-            count = len(x[part])
-            scratch = torch.empty(self._library.experts_scratch(ctypes.byref(self.struct), count), dtype=torch.uint8)
-            forced = address(None if self._forced is None else self._forced[part])
-            arrays = forced, address(chosen[part]), address(out[part]), address(scratch)
-            self._library.multiply_experts(ctypes.byref(self.struct), address(x[part]), count, *arrays)
-        self.chosen = chosen
-        result = out.view(hidden_states.shape).to(hidden_states.dtype)
-        return (result, None) if self._returns_pair else result
+        """What transformers' block returns for hidden states [..., hidden]."""
+        result = self.sum_of(hidden_states)
+        return (result, None) if self.plan.returns_pair else result
 
     def extra_repr(self) -> str:
         """Sizes, formats and activations."""
         formats = "+".join(dict.fromkeys(self.formats))
-        return f"{self.num_used} of {self.sizes}, {formats}, {self.activations}"
+        return f"{self.plan.used} of {self.sizes}, {formats}, {self.activations}"
 
 
-def mixture_of(block: nn.Module) -> Mixture:
+def _plan_of(block: nn.Module, config: Any) -> ExpertsPlan:
     """What a block computes. Raises `NotInBlocksError` if it is none that is declared, or does more."""
     kind = type(block)
-    form = MIXTURES.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
-    if form is None:
+    family = config.model_type.removesuffix("_text")
+    if kind.__module__ != f"transformers.models.{family}.modeling_{family}":
         raise NotInBlocksError(f"{kind.__name__} is no block of experts that the kernels compute")
     if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in block.modules()):
         raise NotInBlocksError(f"other code changes what {kind.__name__} computes")
-    return form
+    try:
+        return experts_plan(config)
+    except UnknownLayerError as error:
+        raise NotInBlocksError(str(error)) from error
 
 
 def expert_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -297,7 +246,7 @@ def replace_experts(model: Any, tensors: Callable[[nn.Module, str], ExpertTensor
     blocks = expert_blocks(model)
     config = model.config.get_text_config()
     for _, block in blocks:
-        mixture_of(block)  # before the first one is replaced
+        _plan_of(block, config)  # before the first one is replaced
     has_blocks = bool(blocks)
     while blocks:
         name, block = blocks.pop(0)  # so that nothing holds it when it is replaced
@@ -311,6 +260,18 @@ def replace_experts(model: Any, tensors: Callable[[nn.Module, str], ExpertTensor
 def experts_of(model: nn.Module) -> list[BlockExperts]:
     """The blocks of experts that the kernels compute."""
     return [module for module in model.modules() if isinstance(module, BlockExperts)]
+
+
+@contextmanager
+def same_choices(experts: Iterable[BlockExperts]) -> Iterator[None]:
+    """Blocks of experts use the experts that they have just used, so that no rounding decides which these are."""
+    for block in experts:
+        block.force(block.chosen)
+    try:
+        yield
+    finally:
+        for block in experts:
+            block.force(None)
 
 
 class ModuleTensors:
@@ -386,49 +347,27 @@ def _parameters(module: Any) -> Iterator[nn.Parameter]:
     return module.parameters(recurse=False) if isinstance(module, nn.Module) else iter(())
 
 
-def _sizes(block: nn.Module, form: Mixture) -> ExpertSizes:
-    experts: Any = block.experts
-    count, first, second = experts.down_proj.shape
-    hidden, inner = (second, first) if form.is_gpt_oss else (first, second)
-    _check_sizes(inner, hidden)
-    return ExpertSizes(count, inner, hidden)
-
-
-def _check_sizes(inner: int, hidden: int) -> None:
-    if odd := [size for size in (inner, hidden) if size % INPUTS or not size]:
-        raise NotInBlocksError(f"its experts have {odd[0]} inputs; computed with: multiples of {INPUTS}")
-
-
-def _num_used(config: Any, sizes: ExpertSizes) -> int:
-    """How many experts a token uses."""
-    used, name = config.num_experts_per_tok, "num_experts_per_tok"
-    if type(used) is not int or not 1 <= used <= sizes.experts:
-        raise SlipstreamError(
-            f"the configuration has {name}={used!r}; allowed: 1 to {sizes.experts}, its number of experts"
-        )
-    groups, used_groups = getattr(config, "n_group", 1) or 1, getattr(config, "topk_group", 1) or 1
-    if used_groups < groups:
-        raise NotInBlocksError(f"its router chooses {used_groups} of {groups} groups of experts first")
-    return used
-
-
-def _choice_bias(block: nn.Module, form: Mixture, name: str, tensors: ExpertTensors) -> Tensor | None:
-    if form.choice_bias is None:
+def _choice_bias(block: nn.Module, plan: ExpertsPlan, name: str, tensors: ExpertTensors) -> Tensor | None:
+    if plan.choice_bias is None:
         return None
-    parent, _, child = form.choice_bias.rpartition(".")
-    bias = getattr(block.get_submodule(parent), child, None)
-    return None if bias is None else tensors.values(f"{name}.{form.choice_bias}", tuple(bias.shape))
+    return tensors.values(f"{name}.{plan.choice_bias}", tuple(attrgetter(plan.choice_bias)(block).shape))
 
 
-def _activation(block: nn.Module, form: Mixture, config: Any) -> tuple[float, float, float, float]:
-    """Slope, cubic term, limit and shift, see `struct experts`."""
+def _check(block: nn.Module, plan: ExpertsPlan, hidden: int) -> None:
+    """Raise `NotInBlocksError` where the kernels cannot compute a block, `SlipstreamError` where nothing can."""
+    sizes = [plan.inner, hidden] + ([plan.shared_inner] if plan.shared else [])
+    if odd := [size for size in sizes if size % INPUTS or not size]:
+        raise NotInBlocksError(f"its experts have {odd[0]} inputs; computed with: multiples of {INPUTS}")
+    if type(plan.used) is not int or not 1 <= plan.used <= plan.count:
+        allowed = f"1 to {plan.count}, its number of experts"
+        raise SlipstreamError(f"the configuration has num_experts_per_tok={plan.used!r}; allowed: {allowed}")
     experts: Any = block.experts
-    if form.is_gpt_oss:
-        return experts.alpha, 0.0, experts.limit, 1.0
-    x = torch.linspace(-30, 30, 1001)
-    expected = experts.act_fn(x.clone())
-    for slope, cubic in (SILU, GELU):
-        if torch.allclose(x * torch.sigmoid(slope * x + cubic * x**3), expected, rtol=1e-5, atol=1e-5):
-            return slope, cubic, math.inf, 0.0
-    name = getattr(experts.act_fn, "__name__", type(experts.act_fn).__name__)
-    raise NotInBlocksError(f"the activation {name} is neither SiLU nor GELU by its tanh formula")
+    (slope, cubic), act = plan.activation, getattr(experts, "act_fn", None)
+    if act is None:  # SwiGLU with limits, which older versions do not read from the configuration
+        if (experts.alpha, experts.limit) != (slope, plan.limit):
+            raise NotInBlocksError(f"its experts have the limit {experts.limit}, its configuration {plan.limit}")
+    else:
+        x = torch.linspace(-30, 30, 1001)
+        if not torch.allclose(x * torch.sigmoid(slope * x + cubic * x**3), act(x.clone()), rtol=1e-5, atol=1e-5):
+            name = getattr(act, "__name__", type(act).__name__)
+            raise NotInBlocksError(f"the activation {name} is neither SiLU nor GELU by its tanh formula")

@@ -30,6 +30,7 @@ from slipstream.models.cpu.structs import (
     LAYER_NUMBERS,
     MAX_HEAD_SIZE,
     MAX_SHARED_HEADS,
+    NORMS,
     CacheStruct,
     FloatLayerStruct,
     LayerStruct,
@@ -41,6 +42,8 @@ from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, Norm, Rope
 from slipstream.models.decoder.plan import ACTIVATIONS, DecoderPlan, LayerPlan, UnknownLayerError
 from slipstream.models.notices import warn_slower
+
+LINEARS = ("qkv", "out", "gate_up", "down")  # a layer's products; one of experts has the first two
 
 
 @dataclass
@@ -87,10 +90,16 @@ class LayerCalls:
     def __init__(self, ops: LayerOps, library: Any, struct: type[ctypes.Structure]) -> None:
         """struct: of the layers of this library."""
         self.plan, self.heads, self.key_heads, self.size = ops.plan, ops.heads, ops.key_heads, ops.size
-        linears = linears_of(ops)
-        self._held: list[Any] = [*linears]  # the struct has only the addresses of their weights
+        linears = {name: linear for name in LINEARS if (linear := getattr(ops, name)) is not None}
+        self.experts = ops.experts
+        sinks = None if ops.sinks is None else ops.sinks.float().contiguous()
+        self._held: list[Any] = [linears, ops.experts, sinks]  # the struct has only the addresses of their weights
         self.library = library
-        self._layer = struct(*(linear.weights for linear in linears), *self._norms_of(ops), **_numbers(ops))
+        self._layer = struct(
+            **{name: linear.weights for name, linear in linears.items()}, **self._norms_of(ops), **_numbers(ops)
+        )
+        self._layer.sinks = address(sinks)
+        self._layer.experts = None if ops.experts is None else ctypes.addressof(ops.experts.struct)
         self.address = ctypes.addressof(self._layer)
         self.attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         self.shape_independent = False
@@ -108,10 +117,11 @@ class LayerCalls:
         self._held += [norm.factors, bias]
         return NormStruct(address(norm.factors), address(bias), norm.eps, norm.rounds_first, norm.is_centred)
 
-    def _norms_of(self, ops: LayerOps) -> list[NormStruct]:
-        """The structs of a layer's norms, in the order of the layer's struct."""
+    def _norms_of(self, ops: LayerOps) -> dict[str, NormStruct]:
+        """The structs of a layer's norms."""
         norms = (ops.before_attention, *(ops.head_norms or (None, None)), ops.after_attention)
-        return [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
+        norms = *norms, ops.before_feed_forward, ops.after_feed_forward
+        return {name: self.norm(norm) for (name, _), norm in zip(NORMS, norms, strict=True)}
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         batch, width = hidden.shape[:2]
@@ -202,7 +212,7 @@ def compiled_ops(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
 
     A warning tells why if they can compute its products, but not the layer.
     """
-    linears = linears_of(ops)
+    linears = [linear for name in LINEARS if (linear := getattr(ops, name)) is not None]
     in_blocks = all(isinstance(linear, BlockLinear) for linear in linears)
     in_bfloat16 = all(isinstance(linear, KernelLinear) and linear.dtype == torch.bfloat16 for linear in linears)
     library = kernels() if in_bfloat16 else None
@@ -225,11 +235,6 @@ def why_not_compiled(ops: LayerOps) -> str | None:
     if plan.rotates_pairs and plan.rotated > MAX_HEAD_SIZE:
         return f"{plan.rotated} numbers rotated in pairs; allowed: up to {MAX_HEAD_SIZE}"
     return None
-
-
-def linears_of(ops: LayerOps) -> tuple[Any, Any, Any, Any]:
-    """A layer's products, in the order of its struct."""
-    return ops.qkv, ops.out, ops.gate_up, ops.down
 
 
 def _numbers(ops: LayerOps) -> dict[str, float]:
@@ -311,6 +316,9 @@ class LayerStack:
         if tokens not in self._scratch:
             pairs = zip(self._ops, self._structs, strict=True)
             self._scratch[tokens] = max(layer_ops.scratch(tokens, struct.length) for layer_ops, struct in pairs)
+        for layer_ops in self._ops:
+            if layer_ops.experts is not None:
+                layer_ops.experts.check_forced(tokens)
         scratch = forward.space(self._scratch[tokens])
         self._library.all_layers(
             ctypes.addressof(self._structs),

@@ -93,7 +93,7 @@ SIGNATURES = {
     "activation_bytes": "nnn>n",
     "multiply_blocks": "ppnnpp",
     "experts_scratch": "pn>n",
-    "multiply_experts": "ppnpppp",
+    "multiply_experts": "ppnppp",
     # layers, of either kind
     "layer_scratch": "pnn>n",
     "project_qkv_rope": "ppnpppp",

@@ -53,7 +53,12 @@ LAYER_NUMBERS: list[tuple[str, Any]] = [
 class LayerStruct(ctypes.Structure):
     """`struct layer`: a whole bfloat16 decoder layer: its matrices, norms, numbers and switches."""
 
-    _fields_ = [*((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")), *NORMS, *LAYER_NUMBERS]
+    _fields_ = [
+        *((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")),
+        *NORMS,
+        *((name, ctypes.c_void_p) for name in ("sinks", "experts")),
+        *LAYER_NUMBERS,
+    ]
 
 
 class CacheStruct(ctypes.Structure):
@@ -185,6 +190,8 @@ class ExpertsStruct(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("is_sigmoid", "normalises")),
         *((name, ctypes.c_float) for name in ("floor", "factor", "slope", "cubic", "limit", "shift")),
         ("reads", ctypes.c_void_p),
+        ("num_forced", ctypes.c_int64),
+        ("forced", ctypes.c_void_p),
     ]
 
 
@@ -194,6 +201,7 @@ class FloatLayerStruct(ctypes.Structure):
     _fields_ = [
         *((name, BlockLinearStruct) for name in ("qkv", "out", "gate_up", "down")),
         *NORMS,
+        *((name, ctypes.c_void_p) for name in ("sinks", "experts")),
         ("planes", ctypes.c_int64),
         *LAYER_NUMBERS,
     ]

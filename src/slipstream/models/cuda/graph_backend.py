@@ -476,7 +476,9 @@ def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, Fuse
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
     kernels = [TritonOps(forward.plain) for _, forward in layers]
-    trials = [Trial(forward, forward.with_ops(ops)) for (_, forward), ops in zip(layers, kernels, strict=True)]
+    trials = [
+        Trial(layer, forward, forward.with_ops(ops)) for (layer, forward), ops in zip(layers, kernels, strict=True)
+    ]
     rerun = GraphedBackend(backend.model, Rerun(), cache=backend.cache)
     try:
         with torch.cuda.device_of(backend.eager.key_positions()):  # Triton launches on the current device

@@ -411,6 +411,8 @@ def why_no_kernels(ops: LayerOps) -> str | None:
         residual=1.0,
         soft_cap=0.0,
         growth=None,
+        sinks=None,
+        experts=None,
         norm=replace(plan.norm, is_centred=False),
     )
     if plan != known or plan.before_attention is None or plan.before_feed_forward is None:

@@ -25,7 +25,7 @@ GROUPED = "slipstream_grouped"
 ROWS = 4
 LONG = 33  # a forward of at least this many columns is a prompt
 BLOCK = 64  # columns of a prompt that attend together; each block reads the cache only up to its last column
-_UNSUPPORTED = ("s_aux", "sinks", "position_bias")  # options that grouped attention does not implement
+_UNSUPPORTED = ("sinks", "position_bias")  # options that grouped attention does not implement
 STATEFUL = frozenset(("linear_attention", "conv"))  # kinds of layers without a mask
 
 
@@ -95,38 +95,46 @@ def cut_mask(mask: Tensor, cuts: Sequence[Cut], attended_lengths: Sequence[int])
     return blocks
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, soft_cap: float = 0.0
-) -> Tensor:
-    """query: [B, heads, W, D]; key, value: [B, key heads, S, D]; mask: as `group_mask` makes it -> [B, heads, W, D].
+@dataclass(frozen=True)
+class Scores:
+    """How a layer makes scores of the products of queries and keys."""
 
-    soft_cap: of the products of queries and keys; 0: none.
-    """
+    scaling: float | None = None  # None: 1 / the root of a head's size
+    soft_cap: float = 0.0  # 0: none
+    sinks: Tensor | None = None  # [heads]: a score more for each head, without a value
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: Scores) -> Tensor:
+    """query: [B, heads, W, D]; key, value: [B, key heads, S, D]; mask: as `group_mask` makes it -> [B, heads, W, D]."""
     batch, heads, width, size = query.shape
-    real = heads // key.shape[1] * width
-    rows = query.reshape(batch, key.shape[1], real, size)
+    key_heads, length = key.shape[1:3]
+    real = heads // key_heads * width
+    rows = query.reshape(batch, key_heads, real, size)
     if real % ROWS:
         rows = pad(rows, (0, 0, 0, -real % ROWS))
-    if soft_cap:
-        scores = rows @ key.transpose(2, 3) * (size**-0.5 if scaling is None else scaling)
-        scores = torch.tanh(scores / soft_cap) * soft_cap + mask
-        out = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
+    if form.soft_cap or form.sinks is not None:
+        scores = rows @ key.transpose(2, 3) * (size**-0.5 if form.scaling is None else form.scaling)
+        if form.soft_cap:
+            scores = torch.tanh(scores / form.soft_cap) * form.soft_cap
+        scores = scores + mask
+        if form.sinks is not None:
+            sinks = form.sinks.to(scores.dtype).view(key_heads, -1, 1).expand(-1, -1, width).reshape(key_heads, real, 1)
+            scores = torch.cat((scores, pad(sinks, (0, 0, 0, -real % ROWS)).expand(batch, -1, -1, -1)), -1)
+        out = torch.softmax(scores, -1, dtype=torch.float32)[..., :length].to(query.dtype) @ value
     else:
-        out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+        out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=form.scaling)
     if real % ROWS:
         out = out.narrow(2, 0, real)
     return out.reshape(batch, heads, width, size)
 
 
-def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scaling: float | None, soft_cap: float = 0.0
-) -> Tensor:
+def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], form: Scores) -> Tensor:
     """`attend` for a long forward, block by block. query: [1, heads, T, D] -> [1, heads, T, D]."""
     parts = []
     for block in blocks:
         length, row = block.mask.shape[3], slice(block.row, block.row + 1)
         columns = query.narrow(2, block.token, block.width)
-        out = attend(columns, key[row, :, :length], value[row, :, :length], block.mask, scaling, soft_cap)
+        out = attend(columns, key[row, :, :length], value[row, :, :length], block.mask, form)
         parts.append(out.narrow(2, 0, block.count))
     return torch.cat(parts, 2)
 
@@ -151,8 +159,8 @@ def attended_length_agrees(heads: Heads, width: int, length: int, full_length: i
     for end in {length, max(width, length - LONG)}:
         allowed = torch.arange(full_length) <= torch.arange(end - width, end)[:, None]
         mask = group_mask(allowed[None, None], heads.repeats, heads.dtype)
-        short = attend(query, key[:, :, :length], value[:, :, :length], mask[..., :length], None)
-        if not torch.equal(short, attend(query, key, value, mask, None)):
+        short = attend(query, key[:, :, :length], value[:, :, :length], mask[..., :length], Scores())
+        if not torch.equal(short, attend(query, key, value, mask, Scores())):
             return False
     return True
 
@@ -166,19 +174,20 @@ def grouped_attention(
     *,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """query: [B, heads, W, D]; key, value: [B, key heads, S, D]; attention_mask: as `group_mask` makes it.
 
-    Returns [B, W, heads, D]. If the mask has another shape, such as the one transformers builds, transformers' own
-    attention computes the call, unless it knows no cap.
+    s_aux: the sinks, see `Scores`. Returns [B, W, heads, D]. If the mask has another shape, such as the one
+    transformers builds, transformers' own attention computes the call, unless it knows no cap and no sinks.
     """
     if unsupported := [name for name in _UNSUPPORTED if options.get(name) is not None]:
         raise UngroupableError(f"its attention uses {unsupported[0]}")
     real = query.shape[1] // key.shape[1] * query.shape[2]
     if attention_mask is not None and attention_mask.shape[2] == real + -real % ROWS:
         mask = attention_mask
-    elif softcap:
+    elif softcap or s_aux is not None:
         width, length = query.shape[2], key.shape[2]
         allowed = torch.ones(width, length, dtype=torch.bool, device=query.device).tril(length - width)
         allowed = allowed[None, None] if attention_mask is None else attention_mask
@@ -188,7 +197,8 @@ def grouped_attention(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
         return plain
-    return attend(query, key, value, mask, scaling, softcap or 0.0).transpose(1, 2).contiguous(), None
+    form = Scores(scaling, softcap or 0.0, s_aux)
+    return attend(query, key, value, mask, form).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

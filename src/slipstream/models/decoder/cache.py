@@ -32,7 +32,7 @@ from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import SlipstreamError
 from slipstream.models.backend_capabilities import RowSegment
-from slipstream.models.decoder.attention import LONG, ROWS, Block, Cut, attend, cut_mask
+from slipstream.models.decoder.attention import LONG, ROWS, Block, Cut, Scores, attend, cut_mask
 from slipstream.models.decoder.recurrence import RecurrentStates
 
 NOWHERE = 1 << 62  # a position behind all others
@@ -483,8 +483,7 @@ def attend_ragged(
     mask: Tensor,
     blocks: Sequence[Block],
     layout: Layout,
-    scaling: float | None,
-    soft_cap: float = 0.0,
+    form: Scores,
 ) -> Tensor:
     """Attention of a ragged forward: of the rectangle, whose mask is `mask`, then of the longer rows' blocks.
 
@@ -493,15 +492,13 @@ def attend_ragged(
     assert layout.into is not None and layout.out_of is not None
     cells = query[0].transpose(0, 1).index_select(0, layout.into)
     table = cells.unflatten(0, layout.shape).transpose(1, 2)
-    out = (
-        attend(table, key, value, mask, scaling, soft_cap).transpose(1, 2).flatten(0, 1).index_select(0, layout.out_of)
-    )
+    out = attend(table, key, value, mask, form).transpose(1, 2).flatten(0, 1).index_select(0, layout.out_of)
     for block in blocks:
         cache_row, length = slice(block.row, block.row + 1), block.mask.shape[3]
         columns = query.narrow(2, block.token, min(block.width, query.shape[2] - block.token))
         columns = pad(columns, (0, 0, 0, block.width - columns.shape[2]))
         keys, values = key[cache_row, :, :length], value[cache_row, :, :length]
-        attended = attend(columns, keys, values, block.mask, scaling, soft_cap)
+        attended = attend(columns, keys, values, block.mask, form)
         out[block.token : block.token + block.count] = attended[0, :, : block.count].transpose(0, 1)
     return out.transpose(0, 1)[None]
 

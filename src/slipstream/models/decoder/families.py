@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from slipstream.models.decoder.plan import ACTIVATIONS, DecoderPlan, LayerPlan, NormPlan, UnknownLayerError
+from slipstream.models.decoder.mixtures import experts_plan
+from slipstream.models.decoder.plan import DecoderPlan, LayerPlan, NormPlan, UnknownLayerError, activation_named
 
 Family = Callable[[Any, DecoderPlan], DecoderPlan]
 FAMILIES: dict[str, Family] = {}
@@ -56,10 +57,7 @@ def plan_of(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
     if others := set(getattr(config, "layer_types", None) or ()) - KINDS:
         raise UnknownLayerError(f"its configuration has layers of {sorted(others)[0]}")
     plan = FAMILIES.get(kind, llama)(config, _base(config, windows))
-    if plan.layers[0].activation not in ACTIVATIONS:
-        raise UnknownLayerError(
-            f"the activation {plan.layers[0].activation!r} is neither SiLU nor GELU by its tanh formula"
-        )
+    activation_named(plan.layers[0].activation)
     return plan
 
 
@@ -235,7 +233,10 @@ def glm4(config: Any, plan: DecoderPlan) -> DecoderPlan:
     )
 
 
-@family("granite", fields="embedding_multiplier logits_scaling residual_multiplier attention_multiplier")
+GRANITE = "embedding_multiplier logits_scaling residual_multiplier attention_multiplier"
+
+
+@family("granite", fields=GRANITE)
 def granite(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Llama with factors."""
     plan = plan.with_layers(scaling=config.attention_multiplier, residual=config.residual_multiplier)
@@ -269,6 +270,82 @@ def starcoder2(config: Any, plan: DecoderPlan) -> DecoderPlan:
     norm = NormPlan(config.norm_epsilon, is_centred=True)
     plan = plan.with_layers(norm=norm, gate_up=("mlp.c_fc",), down="mlp.c_proj", is_gated=False)
     return replace(plan, norm=norm)
+
+
+EXPERTS = (
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob output_router_logits "
+    "router_aux_loss_coef router_jitter_noise"
+)
+QWEN_EXPERTS = f"{EXPERTS} decoder_sparse_step mlp_only_layers"
+
+
+@family("mixtral", fields=EXPERTS)
+def mixtral(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Llama with experts in each layer."""
+    return _with_experts(config, plan, range(len(plan.layers)))
+
+
+@family("qwen2_moe", fields=f"{QWEN_EXPERTS} shared_expert_intermediate_size qkv_bias")
+def qwen2_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Experts in every so many layers, but for those that are named."""
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+    layers = [i for i in range(len(plan.layers)) if i not in dense and (i + 1) % step == 0 and config.num_experts > 0]
+    return _with_experts(config, plan, layers)
+
+
+@family("qwen3_moe", fields=QWEN_EXPERTS)
+def qwen3_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Qwen 3 with the experts of Qwen 2."""
+    return qwen2_moe(config, qwen3(config, plan))
+
+
+@family("olmoe", fields=EXPERTS)
+def olmoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Queries and keys are normalised before they are divided into heads."""
+    head_norms = ("self_attn.q_norm", "self_attn.k_norm")
+    return mixtral(config, plan.with_layers(head_norms=head_norms, norms_all_heads=True))
+
+
+@family("granitemoe", fields=f"{GRANITE} {EXPERTS}")
+def granitemoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Granite with experts."""
+    return mixtral(config, granite(config, plan))
+
+
+@family(
+    "glm4_moe",
+    fields=f"{EXPERTS} n_routed_experts n_shared_experts routed_scaling_factor first_k_dense_replace use_qk_norm "
+    "n_group topk_group num_mtp_layers num_nextn_predict_layers",
+)
+def glm4_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Dense layers first; a part of each head is rotated. The experts' block refuses a choice among groups."""
+    head_norms = ("self_attn.q_norm", "self_attn.k_norm") if config.use_qk_norm else None
+    plan = plan.with_layers(head_norms=head_norms, rotated=_rotated(config, plan))
+    return _with_experts(config, plan, range(config.first_k_dense_replace, len(plan.layers)))
+
+
+@family(
+    "ernie4_5_moe",
+    fields="moe_k moe_num_experts moe_num_shared_experts moe_intermediate_size moe_norm_min moe_layer_start_index "
+    f"moe_layer_end_index moe_layer_interval {EXPERTS}",
+)
+def ernie4_5_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """ERNIE 4.5 with experts in every so many of some layers."""
+    layers = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
+    sparse = [i for i in layers if (i + 1) % config.moe_layer_interval == 0]
+    return _with_experts(config, ernie4_5(config, plan), sparse)
+
+
+@family("gpt_oss", fields=f"{EXPERTS} swiglu_alpha swiglu_limit")
+def gpt_oss(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Attention with sinks."""
+    return mixtral(config, plan.with_layers(sinks="self_attn.sinks", angles_of_pairs=True))
+
+
+def _with_experts(config: Any, plan: DecoderPlan, layers: Container[int]) -> DecoderPlan:
+    """The plan with experts in these layers."""
+    experts: dict[str, Any] = {"experts": experts_plan(config), "gate_up": (), "down": None, "inner": 0}
+    return plan.with_layers(lambda layer: experts if layer.index in layers else {})
 
 
 def _norms_after(plan: DecoderPlan) -> DecoderPlan:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, silu
 
-from slipstream.models.decoder.attention import attend, attend_in_blocks
+from slipstream.models.decoder.attention import Scores, attend, attend_in_blocks
 from slipstream.models.decoder.cache import SlotCache, attend_ragged, given_cache
 from slipstream.models.decoder.fused_linear import FusedOutput
 from slipstream.models.decoder.plan import (
     ACTIVATIONS,
     SILU,
     DecoderPlan,
+    ExpertsPlan,
     LayerPlan,
     NormPlan,
     UnknownLayerError,
@@ -128,6 +129,8 @@ def angles(rope: Rope, positions: Tensor, dtype: torch.dtype, plan: LayerPlan) -
     """
     if plan.angles_in_pairs:
         rope = in_halves(rope[0]), in_halves(rope[1])
+    if plan.angles_of_pairs:
+        rope = torch.cat((rope[0], rope[0]), -1), torch.cat((rope[1], rope[1]), -1)
     if plan.growth is not None:
         beta, count = plan.growth
         growth = 1 + beta * torch.log(1 + torch.floor(positions / count))[..., None]
@@ -151,6 +154,19 @@ class Ops(Protocol):
         """The whole layer at once, attention included; None if it must be computed in the two parts above."""
 
 
+class Experts(Protocol):
+    """A block of experts that the kernels compute. struct: theirs, valid as long as the block."""
+
+    plan: ExpertsPlan
+    struct: Any
+
+    def sum_of(self, x: Tensor) -> Tensor:
+        """What the experts give for hidden states [..., H], of the same shape and type."""
+
+    def check_forced(self, tokens: int) -> None:
+        """Raise ValueError if a choice is forced for another number of tokens."""
+
+
 class LayerOps:
     """A layer by PyTorch's operators: the specification of all faster ops."""
 
@@ -160,8 +176,16 @@ class LayerOps:
         self.heads, self.key_heads, self.size = plan.heads, plan.key_heads, plan.size
         self.qkv = _product(layer, plan.qkv, (plan.heads + 2 * plan.key_heads) * plan.size)
         self.out = _product(layer, (plan.out,))
-        self.gate_up = _product(layer, plan.gate_up, (1 + plan.is_gated) * plan.inner)
-        self.down = _product(layer, (plan.down,))
+        self.gate_up: Any = None
+        self.down: Any = None
+        self.experts: Experts | None = None
+        if plan.experts is not None:
+            self.experts = _experts(layer, plan.experts)
+        else:
+            assert plan.down is not None
+            self.gate_up = _product(layer, plan.gate_up, (1 + plan.is_gated) * plan.inner)
+            self.down = _product(layer, (plan.down,))
+        self.sinks = None if plan.sinks is None else layer.get_parameter(plan.sinks).detach()
         self.head_norms = [Norm(layer.get_submodule(path), plan.norm) for path in plan.head_norms or ()]
         norms = (None if path is None else Norm(layer.get_submodule(path), plan.norm) for path in plan.norms)
         self.before_attention, self.after_attention, self.before_feed_forward, self.after_feed_forward = norms
@@ -195,13 +219,19 @@ class LayerOps:
         entering = (
             _normed(self.before_attention, hidden) if self.plan.is_parallel else _normed(self.before_feed_forward, x)
         )
+        return x.add_(self._added(self.after_feed_forward, self._feed_forward(entering)))
+
+    def _feed_forward(self, entering: Tensor) -> Tensor:
+        if self.experts is not None:
+            return self.experts.sum_of(entering)
         both = self.gate_up(entering)
         if self.plan.is_gated:
             gate, up = both.split(self.plan.inner, -1)
             inner = activated(self._act, gate).mul_(up)
         else:
             inner = activated(self._act, both)
-        return x.add_(self._added(self.after_feed_forward, self.down(inner)))
+        output: Tensor = self.down(inner)
+        return output
 
     def _added(self, norm: Norm | None, x: Tensor) -> Tensor:
         """What a part of the layer adds to the hidden states."""
@@ -242,8 +272,9 @@ class FusedLayer:
             return self._original_forward(hidden_states, *inputs, **options)
         if rope is None or positions is None:
             raise UnknownLayerError("its layers are not given positions and their rotations")
-        if self.plan.rotated and rope[1].shape[-1] != self.plan.rotated:
-            raise UnknownLayerError(f"it rotates {rope[1].shape[-1]} of a head's {self.plan.size} numbers")
+        rotated = rope[1].shape[-1] * (2 if self.plan.angles_of_pairs else 1)
+        if self.plan.rotated and rotated != self.plan.rotated:
+            raise UnknownLayerError(f"it rotates {rotated} of a head's {self.plan.size} numbers")
         rope = angles(rope, positions, hidden_states.dtype, self.plan)
         output = self.ops.whole_layer(hidden_states, rope, cache, self.plan)
         if output is not None:
@@ -262,13 +293,13 @@ class FusedLayer:
         """qk: queries and keys [B, heads, W, D]."""
         queries, keys = qk.split((self.ops.heads, self.ops.key_heads), 1)
         keys, values = cache.update(keys, values, self.plan.index)
-        blocks, scaling, cap = cache.blocks(mask), self.plan.scaling, self.plan.soft_cap
+        blocks, scores = cache.blocks(mask), Scores(self.plan.scaling, self.plan.soft_cap, self.plain.sinks)
         if (rectangle_mask := cache.rectangle(mask)) is not None:
             assert cache.layout is not None
-            return attend_ragged(queries, keys, values, rectangle_mask, blocks, cache.layout, scaling, cap)
+            return attend_ragged(queries, keys, values, rectangle_mask, blocks, cache.layout, scores)
         if blocks:
-            return attend_in_blocks(queries, keys, values, blocks, scaling, cap)
-        return attend(queries, keys, values, mask, scaling, cap)
+            return attend_in_blocks(queries, keys, values, blocks, scores)
+        return attend(queries, keys, values, mask, scores)
 
 
 def fused_layers(model: nn.Module, plan: DecoderPlan) -> list[tuple[nn.Module, FusedLayer]]:
@@ -298,7 +329,8 @@ def _check_modules(layer: nn.Module, plan: LayerPlan) -> None:
         within = [f"{name}.{inner}" for inner, module in child.named_children() if not _has_no_weights(module)]
         paths.update(within if name in parts else () if _has_no_weights(child) else (name,))
         holders = (layer, child) if name in parts else (layer,)
-        if stray := [key for holder in holders for key, _ in holder.named_parameters(recurse=False)]:
+        parameters = [key for holder in holders for key, _ in holder.named_parameters(recurse=False)]
+        if stray := [key for key in parameters if f"{name}.{key}" != plan.sinks]:
             raise UnknownLayerError(f"{type(layer).__name__} has {stray[0]}")
     if paths != plan.modules:
         further, missing = sorted(paths - plan.modules), sorted(plan.modules - paths)
@@ -309,6 +341,14 @@ def _check_modules(layer: nn.Module, plan: LayerPlan) -> None:
 def _has_no_weights(module: nn.Module) -> bool:
     is_of_torch_or_transformers = type(module).__module__.startswith(("torch.nn", "transformers.activations"))
     return is_of_torch_or_transformers and not any(True for _ in module.parameters())
+
+
+def _experts(layer: nn.Module, plan: ExpertsPlan) -> Experts:
+    block: Any = layer.get_submodule(plan.block)
+    if getattr(block, "plan", None) != plan:
+        raise UnknownLayerError(f"the kernels do not compute its {type(block).__name__}")
+    experts: Experts = block
+    return experts
 
 
 def _product(layer: nn.Module, paths: tuple[str, ...], outputs: int | None = None) -> Any:

@@ -27,6 +27,13 @@ class UnknownLayerError(Exception):
     """Why a model's layers are not computed by a plan."""
 
 
+def activation_named(name: str) -> Activation:
+    """The activation that configurations call so. Raises `UnknownLayerError` for all others than SiLU and GELU."""
+    if name not in ACTIVATIONS:
+        raise UnknownLayerError(f"the activation {name!r} is neither SiLU nor GELU by its tanh formula")
+    return ACTIVATIONS[name]
+
+
 @dataclass(frozen=True)
 class NormPlan:
     """How a model's norms compute: over the root mean square, or as LayerNorm if they are centred."""
@@ -38,6 +45,30 @@ class NormPlan:
 
 
 @dataclass(frozen=True)
+class ExpertsPlan:
+    """The feed-forward part of a layer of which each token uses some experts. Strings are paths within its block."""
+
+    block: str  # its path within the layer
+    count: int
+    used: int  # by a token
+    inner: int  # outputs of an expert's gate
+    activation: Activation
+    router: str = "gate"
+    is_sigmoid: bool = False  # scores of the router; else softmax
+    normalises: bool = True  # divides the scores of the chosen experts by their sum
+    floor: float = 0.0  # added to that sum
+    factor: float = 1.0  # of the scores
+    choice_bias: str | None = None  # added to the scores for the choice only
+    shared: str | None = None  # the expert that all tokens use
+    shared_inner: int = 0
+    shared_gate: str | None = None  # the linear layer whose sigmoid is the shared expert's factor
+    limit: float = math.inf  # gates are at most this, and ups lie within it
+    shift: float = 0.0  # added to ups
+    is_biased: bool = False  # the router and the experts' matrices have biases
+    returns_pair: bool = False  # the block returns its sum and something else
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """A decoder layer. Modules are named by their paths within the layer."""
 
@@ -45,7 +76,7 @@ class LayerPlan:
     qkv: tuple[str, ...]  # one joint projection, or those of queries, keys and values
     out: str
     gate_up: tuple[str, ...]  # one joint projection or two; only the first half of these if it is not gated
-    down: str
+    down: str | None  # None, and no gate_up, in a layer of experts
     before_attention: str | None
     after_attention: str | None
     before_feed_forward: str | None
@@ -68,6 +99,9 @@ class LayerPlan:
     residual: float = 1.0  # factor of what is added to the hidden states
     soft_cap: float = 0.0  # of the scaled products of queries and keys; 0: none
     growth: tuple[float, int] | None = None  # b, n: queries are multiplied by 1 + b * log(1 + floor(position / n))
+    angles_of_pairs: bool = False  # the model has one cosine and one sine for each pair of numbers, not one for each
+    sinks: str | None = None  # a parameter: for each query head a score without a value
+    experts: ExpertsPlan | None = None
 
     @property
     def grows_queries(self) -> bool:
@@ -82,7 +116,8 @@ class LayerPlan:
     @property
     def modules(self) -> set[str]:
         """The paths of all modules with weights."""
-        paths = (*self.qkv, self.out, *self.gate_up, self.down, *self.norms, *(self.head_norms or ()))
+        feed_forward = (*self.gate_up, self.down) if self.experts is None else (self.experts.block,)
+        paths = (*self.qkv, self.out, *feed_forward, *self.norms, *(self.head_norms or ()))
         return {path for path in paths if path is not None}
 
 

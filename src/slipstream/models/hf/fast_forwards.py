@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from slipstream.models.cpu.compiled_layers import LayerStack, compiled_ops
 from slipstream.models.cpu.packed_linear import KernelLinear, PackedLinear
 from slipstream.models.decoder.around_layers import check_nothing_between
 from slipstream.models.decoder.attention import GROUPED, UngroupableError, group_mask, repeats_of
-from slipstream.models.decoder.families import plan_of
+from slipstream.models.decoder.families import FAMILIES, plan_of
 from slipstream.models.decoder.fused_layer import FusedLayer, fused_layers
 from slipstream.models.decoder.plan import DecoderPlan, UnknownLayerError
 from slipstream.models.hf.backend import HFBackend
@@ -56,7 +57,9 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
     if config._attn_implementation == GROUPED:
         return
     repeats, is_capped = repeats_of(config), bool(getattr(config, "attn_logit_softcapping", None))
-    if config._attn_implementation not in ("sdpa", "eager" if is_capped else "sdpa"):  # "sdpa" knows no cap
+    has_plan = config.model_type in FAMILIES
+    is_only_eager = is_capped or (has_plan and not backend.model._supports_sdpa)  # "sdpa" knows neither caps nor sinks
+    if config._attn_implementation not in ("sdpa", "eager" if is_only_eager else "sdpa"):
         reason: str | None = f"its attention is {config._attn_implementation!r}"
     elif repeats is None:
         reason = "its heads are not laid out in groups"
@@ -77,7 +80,8 @@ def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str
     try:
         if own_logits.keep_if_same("grouped attention", turn_on):
             return None
-        if original == "sdpa" and own_logits.error() < UNLIKE and _attends_alike(backend, repeats):
+        is_comparable = original == "sdpa" or config.get_text_config().model_type in FAMILIES
+        if is_comparable and own_logits.error() < UNLIKE and _attends_alike(backend, repeats, original):
             turn_on()
             own_logits.passed.add("grouped attention")
             return None
@@ -87,26 +91,30 @@ def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str
     return reason
 
 
-def _attends_alike(backend: HFBackend, repeats: int) -> bool:
+def _attends_alike(backend: HFBackend, repeats: int, original: str) -> bool:
     """True if grouped attention computes what the model's own does, call by call.
 
     In a model such as Gemma 3 the roundings of one layer grow through the others until its logits show nothing.
     """
-    errors, registered = list[float](), AttentionInterface()
+    errors, registered, config = list[float](), AttentionInterface(), backend.model.config
+    is_eager = original == "eager"
 
     def compared(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, **options: Any
     ) -> tuple[Tensor, None]:
         inputs = module, query, key, value
-        expected: tuple[Tensor, None] = sdpa_attention_forward(*inputs, mask, scaling=scaling, **options)
-        if mask.dtype is torch.bool:
+        own = sys.modules[type(module).__module__].eager_attention_forward if is_eager else sdpa_attention_forward
+        expected: tuple[Tensor, None] = own(*inputs, mask, scaling=scaling, **options)
+        if is_eager or mask.dtype is torch.bool:
             grouped, _ = registered[GROUPED](
-                *inputs, group_mask(mask, repeats, query.dtype), scaling=scaling, **options
+                *inputs,
+                group_mask(mask if mask.dtype is torch.bool else mask == 0, repeats, query.dtype),
+                scaling=scaling,
+                **options,
             )
             errors.append(difference(grouped, expected[0]) / max(CLOSE, ROUNDINGS * torch.finfo(query.dtype).eps))
         return expected
 
-    config = backend.model.config
     config._attn_implementation, backend.masks.repeats = COMPARED, None
     AttentionInterface.register(COMPARED, compared)
     a_few_logits(backend)
@@ -123,7 +131,7 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
         plan = plan_of(backend.model.config.get_text_config(), backend.masks.windows)
         layers = fused_layers(backend.model, plan)
         if "fused layers" not in own_logits.passed:
-            trials = [Trial(layer.forward, forward) for layer, forward in layers]
+            trials = [Trial(layer, layer.forward, forward) for layer, forward in layers]
             if largest_error(backend, layers, trials) > tolerance(backend.model):
                 raise UnknownLayerError("the fused one gives other numbers")
             own_logits.passed.add("fused layers")
@@ -147,7 +155,9 @@ def _use_compiled_ops(
         return
     if all(ops.attends for ops in compiled):
         backend.cache.store_as(compiled[0].cached_dtype)
-    trials = [Trial(forward, forward.with_ops(ops)) for (_, forward), ops in zip(layers, compiled, strict=True)]
+    trials = [
+        Trial(layer, forward, forward.with_ops(ops)) for (layer, forward), ops in zip(layers, compiled, strict=True)
+    ]
     if "compiled layers" not in own_logits.passed:
         if largest_error(backend, layers, trials) > tolerance(backend.model):
             backend.cache.store_as(None)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import slipstream.models
 from slipstream.core.interfaces import Backend
 from slipstream.models.cache_folder import read_measured, save_measured
+from slipstream.models.cpu.block_experts import experts_of, same_choices
 from slipstream.models.cpu.processor import processor
 from slipstream.models.cpu.quantised_linear import arithmetic_of, rounded_activations
 from slipstream.models.decoder.fused_layer import FusedLayer
@@ -41,15 +42,19 @@ PARTS, PART_BYTES = 16, 1024  # samples of a file that identify it: their number
 
 
 class Trial:
-    """Runs in place of a layer's forward: returns what `expected` computes, and notes how far `tried` is from it."""
+    """Runs in place of a layer's forward: returns what `expected` computes, and notes how far `tried` is from it.
 
-    def __init__(self, expected: Callable[..., Any], tried: Callable[..., Tensor]) -> None:
-        self._expected, self._tried = expected, tried
+    Both use the same experts: where two have nearly the same score, the last bit decides.
+    """
+
+    def __init__(self, layer: nn.Module, expected: Callable[..., Any], tried: Callable[..., Tensor]) -> None:
+        self._expected, self._tried, self._experts = expected, tried, experts_of(layer)
         self.error = 0.0  # see `difference`
 
     def __call__(self, hidden: Tensor, *inputs: Any, **options: Any) -> Any:
-        computed = self._tried(hidden, *inputs, **options)
         expected = self._expected(hidden, *inputs, **options)
+        with same_choices(self._experts):
+            computed = self._tried(hidden, *inputs, **options)
         error = difference(computed, expected, hidden) if isinstance(expected, Tensor) else math.inf
         self.error = max(self.error, error)
         return expected

@@ -131,8 +131,8 @@ static struct block_linear linear_of(struct block_part *part, int64_t format, in
     return (struct block_linear){inputs, outputs, 1, part, NULL};
 }
 
-/* Tokens of two slots, the later ones from position `start` on. */
-static void exercise_layer(int64_t size, int64_t window, int64_t planes, int64_t start) {
+/* Tokens of two slots, the later ones from position `start` on. Where there is a window, heads have sinks. */
+static void exercise_layer(int64_t size, int64_t window, int64_t planes, int64_t start, const struct experts *experts) {
     int64_t hidden = 256, inner = 64, heads = 4, shared = 2, tokens = 11, length = start + 24;
     struct block_part parts[4];
     float *norm = numbers(hidden, 1);
@@ -140,7 +140,8 @@ static void exercise_layer(int64_t size, int64_t window, int64_t planes, int64_t
     struct float_layer layer = {
         linear_of(parts, Q4_K, (heads + 2 * shared) * size, hidden), linear_of(parts + 1, Q8_0, hidden, heads * size),
         linear_of(parts + 2, Q6_K, 2 * inner, hidden), linear_of(parts + 3, Q5_1, hidden, inner),
-        is, none, is, is, is, none, .planes = planes, .hidden = hidden, .inner = inner, .heads = heads,
+        is, none, is, is, is, none, .sinks = window ? norm : NULL, .experts = experts, .planes = planes,
+        .hidden = hidden, .inner = experts ? 0 : inner, .heads = heads,
         .key_heads = shared, .size = size, .rotated = size, .slope = 1, .residual = 1, .is_gated = 1,
     };
     int64_t slots[11], positions[11];
@@ -216,8 +217,8 @@ static void exercise_experts(const int64_t *formats, int64_t planes, int is_sigm
         float *out = malloc(tokens * HIDDEN * sizeof *out);
         int32_t *chosen = malloc(tokens * USED * sizeof *chosen), last[USED];
         uint8_t *space = aligned_alloc(64, experts_scratch(&of, tokens)), *one = aligned_alloc(64, experts_scratch(&of, 1));
-        multiply_experts(&of, x, tokens, NULL, chosen, out, space);
-        multiply_experts(&of, x + (tokens - 1) * HIDDEN, 1, NULL, last, alone, one);
+        multiply_experts(&of, x, tokens, chosen, out, space);
+        multiply_experts(&of, x + (tokens - 1) * HIDDEN, 1, last, alone, one);
         if (memcmp(alone, out + (tokens - 1) * HIDDEN, sizeof alone)) wrong++;
         if (memcmp(last, chosen + (tokens - 1) * USED, sizeof last)) wrong++;
         for (int64_t i = 0; i < tokens * HIDDEN; i++) wrong += !isfinite(out[i]);
@@ -225,6 +226,7 @@ static void exercise_experts(const int64_t *formats, int64_t planes, int is_sigm
         print_checksum("chosen", formats[0], planes, tokens, chosen, tokens * USED * sizeof *chosen);
         free(out), free(chosen), free(space), free(one);
     }
+    exercise_layer(64, 7, planes, 40, &of);
     print_checksum("reads", formats[0], planes, reads, &reads, sizeof reads);
     for (int i = 0; i < 3 * COUNT; i++) free((void *)parts[i].data);
     for (int i = 0; i < 3; i++) free((void *)of_shared[i].data);
@@ -260,8 +262,8 @@ int main(void) {
             free((void *)parts[0].data), free((void *)parts[1].data);
         }
     for (int64_t size = 32; size <= 256; size *= 2)
-        for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window, 1 + (size > 64), 40);
-    for (int64_t window = 0; window <= 700; window += 700) exercise_layer(32, window, 1, 1020);
+        for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window, 1 + (size > 64), 40, NULL);
+    for (int64_t window = 0; window <= 700; window += 700) exercise_layer(32, window, 1, 1020, NULL);
     const int64_t codes = INT4 + KINDS * GROUP;
     const int64_t mixed[][4] = {
         {Q4_K, Q4_K, Q6_K, Q8_0}, {Q5_0, BF16, Q4_1, Q5_K}, {BF16, BF16, BF16, BF16}, {codes, Q8_0, BF16, codes},

@@ -103,7 +103,7 @@ static void exercise_linear(const struct linear *w, int64_t most) {
     }
 }
 
-/* Tokens of two slots, the later ones from position `start` on. */
+/* Tokens of two slots, the later ones from position `start` on. Where there is a window, heads have sinks. */
 static void exercise_layer(int64_t size, int64_t window, int64_t start) {
     int64_t hidden = 96, inner = 64, heads = 4, shared = 2, tokens = 11, length = start + 24;
     uint16_t *of_norm = halves(256, 1);
@@ -113,8 +113,8 @@ static void exercise_layer(int64_t size, int64_t window, int64_t start) {
     struct layer layer = {
         compressed((heads + 2 * shared) * size, hidden, NULL), compressed(hidden, heads * size, NULL),
         compressed(2 * inner, hidden, NULL), quantised(4, hidden, inner, NULL),
-        is, late, is, none, late, is, .hidden = hidden, .inner = inner, .heads = heads, .key_heads = shared,
-        .size = size, .rotated = size, .slope = 1, .cubic = 0.05f, .residual = 1, .is_gated = 1,
+        is, late, is, none, late, is, .sinks = window ? weights : NULL, .hidden = hidden, .inner = inner,
+        .heads = heads, .key_heads = shared, .size = size, .rotated = size, .slope = 1, .cubic = 0.05f, .residual = 1, .is_gated = 1,
     };
     int64_t slots[11], positions[11];
     for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? start + t : start / 2 + t - 6;

@@ -228,10 +228,20 @@ static void attend_stretch(const struct attention *of, struct work *work, int64_
                      of->layer->soft_cap, work->branch, first, last);
 }
 
-static void end_work(const struct attention *of, const struct group *group, int64_t head, const struct work *work) {
+/* Counts a head's sink among the scores: the sum of the weights grows, and the values' does not. */
+static void add_sink(struct query *q, float sink, int64_t size) {
+    float most = q->most > sink ? q->most : sink, first[16], second[16];
+    floats lowest = all_floats(LOWEST), rest = exponential(max_floats(lowest, all_floats(q->most - most)));
+    store_floats(first, rest), store_floats(second, exponential(max_floats(lowest, all_floats(sink - most))));
+    q->sum = q->sum * first[0] + second[0];
+    for (int64_t i = 0; i < size; i += 16) store_floats(q->out + i, multiply_floats(load_floats(q->out + i), rest));
+}
+
+static void end_work(const struct attention *of, const struct group *group, int64_t head, struct work *work) {
     int64_t size = of->layer->size, heads = of->layer->heads, repeats = heads / of->layer->key_heads;
     for (int64_t i = 0; i < work->count; i++) {
-        int64_t place = (group->token + i / repeats) * heads + head * repeats + i % repeats;
+        int64_t query_head = head * repeats + i % repeats, place = (group->token + i / repeats) * heads + query_head;
+        if (of->layer->sinks) add_sink(work->queries + i, of->layer->sinks[query_head], size);
         store_head(work->queries + i, size, of->out + place * size);
     }
 }

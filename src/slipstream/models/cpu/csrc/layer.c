@@ -18,6 +18,15 @@ static void multiply_by(const struct layer *layer, const struct linear *w, const
     multiply(w, x, tokens, out, space);
 }
 
+/* In float32, rounded once. */
+static void multiply_by_experts(const struct experts *experts, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space) {
+    int64_t count = tokens * experts->hidden;
+    float *entering = (float *)from_64(space), *sums = entering + count;
+    for (int64_t i = 0; i < count; i += LANES) store_floats(entering + i, load_bf16(x + i));
+    multiply_experts(experts, entering, tokens, NULL, sums, from_64(sums + count));
+    for (int64_t i = 0; i < count; i += LANES) store_bf16(out + i, load_floats(sums + i));
+}
+
 /* RoPE [size]: each half of a head is rotated with the other. */
 static void rotate(uint16_t *head, int64_t size, const uint16_t *cosines, const uint16_t *sines) {
     int64_t half = size / 2;
@@ -37,5 +46,7 @@ static void rotate(uint16_t *head, int64_t size, const uint16_t *cosines, const 
 
 /* How many bfloat16 numbers of scratch space these functions need. length: of the cache; 0 for those without one. */
 int64_t layer_scratch(const struct layer *layer, int64_t tokens, int64_t length) {
-    return numbers_needed(layer, tokens, length) + tokens * SPACE * (widest(layer) + BLOCK);
+    int64_t of_product = tokens * SPACE * (widest(layer) + BLOCK), of_experts = 0;
+    if (layer->experts) of_experts = tokens * layer->hidden * 4 + (experts_scratch(layer->experts, tokens) + 128) / 2;
+    return numbers_needed(layer, tokens, length) + (of_experts > of_product ? of_experts : of_product);
 }

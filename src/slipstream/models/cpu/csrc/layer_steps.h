@@ -3,8 +3,8 @@
  * depend on its neighbours.
  *
  * The file that includes this one defines before: `number`, the type of the hidden states; layer_type and cache_type;
- * load_number, store_number and round_number, of 16 numbers; rounds_first(norm); rotate(head, size, cosines, sines); and
- * multiply_by(layer, linear, x, tokens, out, space).
+ * load_number, store_number and round_number, of 16 numbers; rounds_first(norm); rotate(head, size, cosines, sines);
+ * multiply_by(layer, linear, x, tokens, out, space); and multiply_by_experts(experts, x, tokens, out, space).
  */
 #include <math.h>
 
@@ -137,9 +137,13 @@ void residual_mlp(const layer_type *layer, const number *hidden, const number *a
     const number *entering = layer->is_parallel || layer->before_feed_forward.weight ? normed : out;
     multiply_by(layer, &layer->out, attended, tokens, space, rest);
     for_each(tokens, tokens > FEW, end_attention, &pass);
-    multiply_by(layer, &layer->gate_up, entering, tokens, both, rest);
-    for_each(tokens, tokens > 1, activate_token, &pass);
-    multiply_by(layer, &layer->down, gated, tokens, space, rest);
+    if (layer->experts) {
+        multiply_by_experts(layer->experts, entering, tokens, space, rest);
+    } else {
+        multiply_by(layer, &layer->gate_up, entering, tokens, both, rest);
+        for_each(tokens, tokens > 1, activate_token, &pass);
+        multiply_by(layer, &layer->down, gated, tokens, space, rest);
+    }
     for_each(tokens, tokens > FEW, end_layer, &pass);
 }
 

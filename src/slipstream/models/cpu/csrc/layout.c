@@ -14,7 +14,8 @@ struct entry {
 #define OFFSETS_OF_LAYER(type)                                                                                \
     SIZE_OF(type), OFFSET(type, qkv), OFFSET(type, out), OFFSET(type, gate_up), OFFSET(type, down),           \
         OFFSET(type, before_attention), OFFSET(type, queries), OFFSET(type, keys), OFFSET(type, after_attention), \
-        OFFSET(type, before_feed_forward), OFFSET(type, after_feed_forward), OFFSET(type, hidden),            \
+        OFFSET(type, before_feed_forward), OFFSET(type, after_feed_forward), OFFSET(type, sinks),             \
+        OFFSET(type, experts), OFFSET(type, hidden),                                                          \
         OFFSET(type, inner), OFFSET(type, heads), OFFSET(type, key_heads), OFFSET(type, size),                \
         OFFSET(type, rotated), OFFSET(type, slope), OFFSET(type, cubic), OFFSET(type, residual),              \
         OFFSET(type, soft_cap), OFFSET(type, rotates_pairs), OFFSET(type, grows_queries),                     \
@@ -69,7 +70,8 @@ const struct entry layout[] = {
     OFFSET(experts, router), OFFSET(experts, router_bias), OFFSET(experts, choice_bias), OFFSET(experts, shared_gate),
     OFFSET(experts, routed), OFFSET(experts, shared), OFFSET(experts, is_sigmoid), OFFSET(experts, normalises),
     OFFSET(experts, floor), OFFSET(experts, factor), OFFSET(experts, slope), OFFSET(experts, cubic),
-    OFFSET(experts, limit), OFFSET(experts, shift), OFFSET(experts, reads),
+    OFFSET(experts, limit), OFFSET(experts, shift), OFFSET(experts, reads), OFFSET(experts, num_forced),
+    OFFSET(experts, forced),
 
     OFFSETS_OF_LAYER(float_layer), OFFSET(float_layer, planes),
 

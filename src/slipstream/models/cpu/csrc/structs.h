@@ -47,9 +47,13 @@ struct norm {
     float slope, cubic, residual, soft_cap;                                                             \
     int32_t rotates_pairs, grows_queries, norms_all_heads, is_gated, is_parallel
 
+/* sinks: for each query head a score that counts among those of the positions, but has no value; NULL if there are none.
+ * experts: the feed-forward part of a mixture, which then has neither gate_up nor down; else NULL. */
 struct layer {
     struct linear qkv, out, gate_up, down;
     struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
+    const float *sinks;
+    const struct experts *experts;
     LAYER_NUMBERS;
 };
 
@@ -168,12 +172,13 @@ struct expert_set {
 /* The feed-forward part of a layer of which each token uses some experts. See blocks/experts.c.
  *
  * router: numbers [count][hidden]; its products with a token, plus router_bias, are the token's logits. Scores are the
- * logits' sigmoids or their softmax. The `used` experts of the largest logits are chosen or, with a choice_bias
- * (sigmoids only), of the largest sums of score and bias. If `normalises`, scores are divided by `floor` plus the sum of
+ * logits' sigmoids or their softmax. The `used` experts of the largest logits are chosen or, with a choice_bias, of the
+ * largest sums of score and bias. If `normalises`, scores are divided by `floor` plus the sum of
  * those of the chosen ones; then they are multiplied by `factor`. shared: one expert that all tokens use, with the
  * factor sigmoid(shared_gate * x), or 1; none if `inner` is 0. The activation is
  * g / (1 + exp(-(slope * g + cubic * g^3))) * (u + shift), where g is at most `limit` and u lies within it. reads: how
- * many experts' matrices have been read so far, the shared one not counted. */
+ * many experts' matrices have been read so far, the shared one not counted. forced: NULL, or [num_forced][used]: the
+ * experts that tokens use instead, different ones for each token; after the last token's come the first one's again. */
 struct experts {
     int64_t hidden, count, used, planes;
     struct block_part router;
@@ -181,13 +186,24 @@ struct experts {
     struct expert_set routed, shared;
     int32_t is_sigmoid, normalises;
     float floor, factor, slope, cubic, limit, shift;
-    int64_t *reads;
+    int64_t *reads, num_forced;
+    const int32_t *forced;
 };
+
+/* out [tokens][hidden] = the experts' sum for x [tokens][hidden]. chosen: [tokens][used], which were used, ascending; NULL
+ * if nobody asks. space: `experts_scratch` bytes that begin at a multiple of 64. */
+void multiply_experts(const struct experts *of, const float *x, int64_t tokens, int32_t *chosen, float *out, uint8_t *space);
+int64_t experts_scratch(const struct experts *of, int64_t tokens);
+
+/* Scratch memory from its first multiple of 64 on. */
+static inline uint8_t *from_64(const void *space) { return (uint8_t *)(((uintptr_t)space + 63) / 64 * 64); }
 
 /* planes: of activations, 1 (int8) or 2 (int15). */
 struct float_layer {
     struct block_linear qkv, out, gate_up, down;
     struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
+    const float *sinks;
+    const struct experts *experts;
     int64_t planes;
     LAYER_NUMBERS;
 };

@@ -123,13 +123,6 @@ void gather(const struct member *me, const uint8_t *from, int64_t inputs, const 
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space);
 
-/* out [tokens][hidden] = the experts' sum for x [tokens][hidden]. forced: [tokens][used], the experts to use instead of
- * the router's choice, different ones for each token; or NULL. chosen: [tokens][used], which were used, ascending. space:
- * `experts_scratch` bytes that begin at a multiple of 64. */
-void multiply_experts(const struct experts *of, const float *x, int64_t tokens, const int32_t *forced, int32_t *chosen,
-                      float *out, uint8_t *space);
-int64_t experts_scratch(const struct experts *of, int64_t tokens);
-
 /* A panel times a tile of tokens: sums [tiling's tokens, or places(rows)][LANES]. rows: tokens of the tile; x: their
  * integers, see `quantise`; plain [rows][inputs]: their numbers, which multiply weights in floating point. Where a tile
  * has rows, between `begin_tiles` and `end_tiles`. */

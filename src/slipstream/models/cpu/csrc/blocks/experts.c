@@ -12,7 +12,10 @@
 
 #include "blocks.h"
 
-enum { FEW = 8 /* tokens whose experts are chosen by one thread, while the others wait */ };
+enum {
+    FEW = 8,               /* tokens whose experts are chosen by one thread, while the others wait */
+    MOST_TOGETHER = 1024   /* tokens; scratch memory grows with them */
+};
 
 /* An expert and the tokens that use it, `count` from row `first` on. x, plain: their inputs as integers and as numbers;
  * gated, plain_gated: what enters the down projection. */
@@ -26,14 +29,13 @@ struct turn {
     float *plain_gated;
 };
 
-/* A forward. logits, scores: [tokens][count, rounded up to 16], then the factor of the shared expert: [tokens]. weights:
- * [tokens][used]. quantised: the tokens in tiles of one each. turns: of the routed experts, ascending, and of the shared
+/* A forward of tokens, `before` of which come earlier. logits, scores: [tokens][count, rounded up to 16], then the factor
+ * of the shared expert: [tokens]. weights, chosen: [tokens][used]. quantised: the tokens in tiles of one each. turns: of the routed experts, ascending, and of the shared
  * one. gathered, plain_gathered, gated, plain_gated: memory for all turns. */
 struct forward {
     const struct experts *of;
     const float *x;
-    int64_t tokens;
-    const int32_t *forced;
+    int64_t tokens, before;
     int32_t *chosen;
     float *out;
     float *logits, *scores, *weights, *shared;
@@ -62,6 +64,7 @@ static int64_t lay_out(struct forward *f, uint8_t *space) {
     TAKE(f->logits, padded * 4);
     TAKE(f->scores, padded * 4);
     TAKE(f->weights, routed * 4);
+    TAKE(f->chosen, routed * 4);
     TAKE(f->shared, shared * 4);
     TAKE(f->begins, (of->count + 1) * 8);
     TAKE(f->rows, rows * (int64_t)sizeof *f->rows);
@@ -76,7 +79,7 @@ static int64_t lay_out(struct forward *f, uint8_t *space) {
 }
 
 int64_t experts_scratch(const struct experts *of, int64_t tokens) {
-    struct forward f = {of, .tokens = tokens};
+    struct forward f = {of, .tokens = least(tokens, MOST_TOGETHER)};
     return lay_out(&f, NULL);
 }
 
@@ -118,6 +121,18 @@ static int is_among(const int32_t *chosen, int64_t count, int64_t expert) {
     return 0;
 }
 
+/* Powers of e [padded], relative to that of the logit `most`; returns their sum. */
+static float exponentials(const float *logits, int64_t padded, float most, float *scores) {
+    floats sums = all_floats(0);
+    for (int64_t i = 0; i < padded; i += LANES) {
+        floats z = subtract_floats(load_floats(logits + i), all_floats(most));
+        floats score = exponential(max_floats(min_floats(z, all_floats(88)), all_floats(-88)));
+        store_floats(scores + i, score);
+        sums = add_floats(sums, score);
+    }
+    return sum_of(sums);
+}
+
 /* Chooses a token's experts, unless the choice is forced, and computes their weights: NaN if a logit is not finite. */
 static void choose(const struct forward *f, int64_t t) {
     const struct experts *of = f->of;
@@ -127,36 +142,36 @@ static void choose(const struct forward *f, int64_t t) {
     int32_t *chosen = f->chosen + t * used;
     for (int64_t e = 0; e < of->count; e++) spoiled += logits[e] * 0;
     for (int64_t i = 0; of->is_sigmoid && i < padded; i += LANES) store_floats(scores + i, sigmoid(load_floats(logits + i)));
+    int needs_softmax = !of->is_sigmoid && of->choice_bias; /* which the bias is added to */
+    if (needs_softmax) {
+        float largest = logits[0];
+        for (int64_t e = 1; e < of->count; e++) largest = logits[e] > largest ? logits[e] : largest;
+        float sum = exponentials(logits, padded, largest, scores);
+        for (int64_t e = 0; e < of->count; e++) scores[e] /= sum;
+    }
     for (int64_t n = 0; n < used; n++) {
         int64_t best = -1;
         float most = 0;
-        if (f->forced) best = f->forced[t * used + n];
-        for (int64_t e = 0; e < of->count && !f->forced; e++) {
+        if (of->forced) best = of->forced[(f->before + t) % of->num_forced * used + n];
+        for (int64_t e = 0; e < of->count && !of->forced; e++) {
             float key = of->choice_bias ? scores[e] + of->choice_bias[e] : logits[e];
             if ((best < 0 || key > most) && !is_among(chosen, n, e)) best = e, most = key;
         }
         insert(chosen, n, (int32_t)best);
     }
     float total = 0, most = -INFINITY;
-    if (!of->is_sigmoid) { /* relative to the largest logit of those whose sum divides */
+    if (!of->is_sigmoid && !needs_softmax) { /* relative to the largest logit of those whose sum divides */
         for (int64_t i = 0; i < (of->normalises ? used : of->count); i++) {
             float logit = logits[of->normalises ? chosen[i] : i];
             if (logit > most) most = logit;
         }
-        floats sums = all_floats(0);
-        for (int64_t i = 0; i < padded; i += LANES) {
-            floats z = subtract_floats(load_floats(logits + i), all_floats(most));
-            floats score = exponential(max_floats(min_floats(z, all_floats(88)), all_floats(-88)));
-            store_floats(scores + i, score);
-            sums = add_floats(sums, score);
-        }
-        total = sum_of(sums);
+        total = exponentials(logits, padded, most, scores);
     }
     if (of->normalises) {
         total = 0;
         for (int64_t i = 0; i < used; i++) total += scores[chosen[i]];
         total += of->floor;
-    } else if (of->is_sigmoid) {
+    } else if (of->is_sigmoid || needs_softmax) {
         total = 1;
     }
     for (int64_t i = 0; i < used; i++) weights[i] = scores[chosen[i]] / total * of->factor + spoiled;
@@ -370,10 +385,12 @@ static void compute_experts(const struct member *me, void *given) {
     sum_all(me, f);
 }
 
-void multiply_experts(const struct experts *of, const float *x, int64_t tokens, const int32_t *forced, int32_t *chosen,
-                      float *out, uint8_t *space) {
-    struct forward f = {.of = of, .x = x, .tokens = tokens, .forced = forced, .chosen = chosen, .out = out};
-    if (!tokens) return;
-    lay_out(&f, space);
-    in_team(compute_experts, &f);
+void multiply_experts(const struct experts *of, const float *x, int64_t tokens, int32_t *chosen, float *out, uint8_t *space) {
+    for (int64_t done = 0; done < tokens; done += MOST_TOGETHER) {
+        int64_t count = least(MOST_TOGETHER, tokens - done), start = done * of->hidden;
+        struct forward f = {.of = of, .x = x + start, .tokens = count, .before = done, .out = out + start};
+        lay_out(&f, space);
+        in_team(compute_experts, &f);
+        if (chosen) memcpy(chosen + done * of->used, f.chosen, (size_t)(count * of->used) * sizeof *chosen);
+    }
 }

@@ -17,6 +17,10 @@ static void multiply_by(const struct float_layer *layer, const struct block_line
     multiply_blocks(w, x, tokens, layer->planes, out, (uint8_t *)space);
 }
 
+static void multiply_by_experts(const struct experts *experts, const float *x, int64_t tokens, float *out, float *space) {
+    multiply_experts(experts, x, tokens, NULL, out, from_64(space));
+}
+
 /* RoPE [size]: each half of a head is rotated with the other. */
 static void rotate(float *head, int64_t size, const float *cosines, const float *sines) {
     int64_t half = size / 2;
@@ -34,5 +38,7 @@ static void rotate(float *head, int64_t size, const float *cosines, const float 
 
 /* How many numbers of scratch space these functions need. length: of the cache; 0 for functions without one. */
 int64_t layer_scratch(const struct float_layer *layer, int64_t tokens, int64_t length) {
-    return numbers_needed(layer, tokens, length) + activation_bytes(widest(layer), tokens, layer->planes) / 4 + LANES;
+    int64_t bytes = activation_bytes(widest(layer), tokens, layer->planes);
+    int64_t of_experts = layer->experts ? experts_scratch(layer->experts, tokens) + 64 : 0;
+    return numbers_needed(layer, tokens, length) + (of_experts > bytes ? of_experts : bytes) / 4 + LANES;
 }

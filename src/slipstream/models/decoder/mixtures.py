@@ -1,0 +1,112 @@
+"""The experts of each family of mixtures, from its configuration.
+
+An entry of `MIXTURES` says what transformers' block of experts computes; `csrc/blocks/experts.c` computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slipstream.models.decoder.plan import ExpertsPlan, UnknownLayerError, activation_named
+
+
+def experts_plan(config: Any) -> ExpertsPlan:
+    """The experts of a text configuration. Raises `UnknownLayerError` if they are not declared."""
+    if (make := MIXTURES.get(config.model_type)) is None:
+        raise UnknownLayerError(f"the experts of {config.model_type} are not declared")
+    return make(config)
+
+
+def _softmax(config: Any, count: int, inner: int, **further: Any) -> ExpertsPlan:
+    """count: of experts; inner: see `ExpertsPlan`."""
+    plan = {
+        "block": "mlp",
+        "used": config.num_experts_per_tok,
+        "activation": activation_named(getattr(config, "hidden_act", "silu")),
+        "normalises": getattr(config, "norm_topk_prob", True),
+    }
+    return ExpertsPlan(count=count, inner=inner, **plan | further)
+
+
+def _qwen3(config: Any, **further: Any) -> ExpertsPlan:
+    return _softmax(config, config.num_experts, config.moe_intermediate_size, **further)
+
+
+def _qwen2(config: Any) -> ExpertsPlan:
+    """With a shared expert that has a gate of its own."""
+    shared = {"shared": "shared_expert", "shared_inner": config.shared_expert_intermediate_size}
+    return _qwen3(config, **shared, shared_gate="shared_expert_gate")
+
+
+def _mixtral(config: Any, **further: Any) -> ExpertsPlan:
+    return _softmax(config, config.num_local_experts, config.intermediate_size, **further)
+
+
+def _gpt_oss(config: Any) -> ExpertsPlan:
+    """SwiGLU with limits, and biases everywhere."""
+    slope, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
+    further = {"router": "router", "activation": (slope, 0.0), "limit": limit, "shift": 1.0}
+    return _mixtral(config, **further, is_biased=True, returns_pair=True)
+
+
+def _glm(config: Any) -> ExpertsPlan:
+    groups, used_groups = getattr(config, "n_group", 1) or 1, getattr(config, "topk_group", 1) or 1
+    if used_groups < groups:
+        raise UnknownLayerError(f"its router chooses {used_groups} of {groups} groups of experts first")
+    return _softmax(
+        config,
+        config.n_routed_experts,
+        config.moe_intermediate_size,
+        is_sigmoid=True,
+        factor=config.routed_scaling_factor,
+        floor=1e-20,
+        choice_bias="gate.e_score_correction_bias",
+        shared="shared_experts",
+        shared_inner=config.moe_intermediate_size * config.n_shared_experts,
+    )
+
+
+def _ernie4_5(config: Any) -> ExpertsPlan:
+    """Softmax with a bias for the choice."""
+    inner, num_shared = config.moe_intermediate_size, config.moe_num_shared_experts
+    if config.use_bias:
+        raise UnknownLayerError("its experts have biases")
+    shared = {"shared": "shared_experts", "shared_inner": inner * num_shared} if num_shared else {}
+    return _softmax(
+        config,
+        config.moe_num_experts,
+        inner,
+        used=config.moe_k,
+        floor=config.moe_norm_min,
+        choice_bias="gate.moe_statics.e_score_correction_bias",
+        **shared,
+    )
+
+
+def _lfm2(config: Any) -> ExpertsPlan:
+    return _qwen3(
+        config,
+        block="feed_forward",
+        is_sigmoid=True,
+        factor=config.routed_scaling_factor,
+        floor=1e-6,
+        choice_bias="expert_bias" if config.use_expert_bias else None,
+    )
+
+
+# by the type of the configuration
+MIXTURES: Mapping[str, Callable[[Any], ExpertsPlan]] = {
+    "qwen2_moe": _qwen2,
+    "qwen3_moe": _qwen3,
+    "qwen3_next": _qwen2,
+    "qwen3_5_moe_text": _qwen2,
+    "olmoe": lambda config: _softmax(config, config.num_experts, config.intermediate_size),
+    "mixtral": _mixtral,
+    "granitemoe": lambda config: _mixtral(config, block="block_sparse_moe", router="router"),
+    "gpt_oss": _gpt_oss,
+    "ernie4_5_moe": _ernie4_5,
+    "glm4_moe": _glm,
+    "glm4_moe_lite": _glm,
+    "lfm2_moe": _lfm2,
+}

@@ -1,0 +1,29 @@
+"""The script that counts forwards of a mixture with other bits finds none, and finds those of its negative control."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mixture_forwards
+import pytest
+
+from slipstream.errors import UsageError
+from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.cpu.processor import ISA, NEEDED, processor
+
+pytest.importorskip("gguf")
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+def test_no_forward_differs_but_those_of_the_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISA, "")  # restored afterwards
+    best, out = next(name for name, flags in NEEDED.items() if set(flags) <= processor().flags), tmp_path / "out.json"
+    mixture_forwards.main(tmp_path / "tiny.gguf", "tiny", 2, 20, best, 5, out)
+    result = json.loads(out.read_text())
+    assert result["differ"] == {best: 0} and result["control"][0] > 0
+
+
+def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--random 'huge'; allowed: tiny, 30b-a3b"):
+        mixture_forwards.main(tmp_path / "tiny.gguf", "huge")
