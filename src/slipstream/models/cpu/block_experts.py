@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import ACTIVATIONS, BlockPart
+from slipstream.models.cpu.expert_store import ExpertStore
 from slipstream.models.cpu.grouped_blocks import NUMBERS, NotInBlocksError, number_format
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import address
@@ -24,6 +25,7 @@ from slipstream.models.cpu.structs import (
     INPUTS,
     BlockFormat,
     ExpertMatrixStruct,
+    ExpertRowsStruct,
     ExpertSetStruct,
     ExpertsStruct,
 )
@@ -88,6 +90,7 @@ class Stack:
     addresses: list[int]
     parts: list[BlockPart]
     bias: Tensor | None = None  # [experts, outputs] float32
+    rows: ExpertRowsStruct | None = None  # in a file, from which experts are packed when they are needed
 
     @classmethod
     def rows_of(cls, part: BlockPart, experts: int, first: int, outputs: int, bias: Tensor | None = None) -> Stack:
@@ -104,6 +107,7 @@ class ExpertStacks:
     gate: Stack
     up: Stack
     down: Stack
+    store: ExpertStore | None = None  # memory for experts whose matrices have `rows`
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,10 @@ class BlockExperts(nn.Module):
             *_activation(block, form, config),
             self.reads.address,
         )
+        if stacks.store is not None:
+            rows = (stack.rows for stack in (stacks.gate, stacks.up, stacks.down))
+            layer = stacks.store.layer(count, *(row for row in rows if row is not None))
+            self.struct.stored = ctypes.addressof(layer)
         self.chosen = torch.empty(0, self.num_used, dtype=torch.int32)
         self._forced: Tensor | None = None
 
@@ -216,8 +224,8 @@ class BlockExperts(nn.Module):
         ]
         inner = linears[0][1].out_features
         _check_sizes(inner, self.sizes.hidden)
-        stacks = (Stack.rows_of(part, 1, 0, part.outputs) for part in parts)
-        return self._set(inner, ExpertStacks(*stacks))
+        gate, up, down = (Stack.rows_of(part, 1, 0, part.outputs) for part in parts)
+        return self._set(inner, ExpertStacks(gate, up, down))
 
     @property
     def formats(self) -> list[str]:
@@ -259,6 +267,8 @@ class BlockExperts(nn.Module):
             forced = address(None if self._forced is None else self._forced[part])
             arrays = forced, address(chosen[part]), address(out[part]), address(scratch)
             self._library.multiply_experts(ctypes.byref(self.struct), address(x[part]), count, *arrays)
+        if self.stacks.store is not None:
+            self.stacks.store.check()
         self.chosen = chosen
         result = out.view(hidden_states.shape).to(hidden_states.dtype)
         return (result, None) if self._returns_pair else result
@@ -311,6 +321,11 @@ def replace_experts(model: Any, tensors: Callable[[nn.Module, str], ExpertTensor
 def experts_of(model: nn.Module) -> list[BlockExperts]:
     """The blocks of experts that the kernels compute."""
     return [module for module in model.modules() if isinstance(module, BlockExperts)]
+
+
+def store_of(model: nn.Module) -> ExpertStore | None:
+    """Where a model's experts are packed when they are used; None if all its weights are in memory."""
+    return next((experts.stacks.store for experts in experts_of(model)), None)
 
 
 class ModuleTensors:

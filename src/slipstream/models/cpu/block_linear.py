@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.huge_pages import HugePages, SmallPages
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import address
 from slipstream.models.cpu.structs import INPUTS, LANES, BlockFormat, BlockLinearStruct, PartStruct
 
@@ -35,6 +35,13 @@ class Table(Protocol):
     def rows(self, outputs: Tensor) -> Tensor: ...
 
 
+class Memory(Protocol):
+    """Where panels are."""
+
+    def take(self, size: int) -> Tensor:
+        """[size] uint8 that begin at a multiple of 64 bytes: zeros, or the panels themselves."""
+
+
 class BlockPart:
     """A matrix of a GGUF file [outputs, inputs] as panels of 16 outputs."""
 
@@ -44,7 +51,7 @@ class BlockPart:
         shape: tuple[int, int],
         read: ReadRows | None,
         library: Any,
-        memory: HugePages | SmallPages | None = None,
+        memory: Memory | None = None,
     ) -> None:
         """shape: outputs and inputs; read: called for a few rows at a time, in order; memory: may be shared by parts.
 
@@ -54,7 +61,7 @@ class BlockPart:
         self.outputs, self.inputs = shape
         self.inputs_from: Tensor | None = None  # [inputs] which of a layer's inputs each is; None: in order
         self._panel_bytes: int = library.panel_bytes(block.code, self.inputs)
-        self.data = (memory or HugePages()).zeros(-(-self.outputs // LANES) * self._panel_bytes)
+        self.data = (memory or HugePages()).take(panels_size(block, shape, library))
         if read is None:
             return
         for first, last in self.steps(PACKED_AT_A_TIME):
@@ -91,6 +98,13 @@ class BlockPart:
         part = ctypes.byref(self.struct)
         self.library.unpack_rows(part, self.inputs, indices.data_ptr(), len(indices), out.data_ptr())
         return out
+
+
+def panels_size(block: BlockFormat, shape: tuple[int, int], library: Any) -> int:
+    """Bytes of the panels of a matrix [outputs, inputs]."""
+    outputs, inputs = shape
+    panel_bytes: int = library.panel_bytes(block.code, inputs)
+    return -(-outputs // LANES) * panel_bytes
 
 
 class BlockLinear(nn.Module):

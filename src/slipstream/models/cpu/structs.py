@@ -174,6 +174,36 @@ class ExpertSetStruct(ctypes.Structure):
     _fields_ = [("inner", ctypes.c_int64), *((name, ExpertMatrixStruct) for name in ("gate", "up", "down"))]
 
 
+class ExpertRowsStruct(ctypes.Structure):
+    """`struct expert_rows`: where a matrix of a layer's experts is in a file."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("file", "start", "step")]
+
+
+class ExpertSlotStruct(ctypes.Structure):
+    """`struct expert_slot`: an expert in memory."""
+
+    _fields_ = [("owner", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("expert", "used"))]
+
+
+class ExpertStoreStruct(ctypes.Structure):
+    """`struct expert_store`: memory for the experts of a model that are in use."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("memory", "slots")),
+        *((name, ctypes.c_int64) for name in ("bytes", "count", "forwards", "packed", "failed")),
+    ]
+
+
+class StoredExpertsStruct(ctypes.Structure):
+    """`struct stored_experts`: the experts of a layer in a store."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("store", "places")),
+        *((name, ExpertRowsStruct) for name in ("gate", "up", "down")),
+    ]
+
+
 class ExpertsStruct(ctypes.Structure):
     """`struct experts`: the feed-forward part of a mixture's layer."""
 
@@ -184,7 +214,7 @@ class ExpertsStruct(ctypes.Structure):
         *((name, ExpertSetStruct) for name in ("routed", "shared")),
         *((name, ctypes.c_int32) for name in ("is_sigmoid", "normalises")),
         *((name, ctypes.c_float) for name in ("floor", "factor", "slope", "cubic", "limit", "shift")),
-        ("reads", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("reads", "stored")),
     ]
 
 
@@ -213,6 +243,10 @@ MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "expert_matrix": ExpertMatrixStruct,
     "expert_set": ExpertSetStruct,
     "experts": ExpertsStruct,
+    "expert_rows": ExpertRowsStruct,
+    "expert_slot": ExpertSlotStruct,
+    "expert_store": ExpertStoreStruct,
+    "stored_experts": StoredExpertsStruct,
     "float_layer": FloatLayerStruct,
 }
 CONSTANTS: Mapping[str, int] = {

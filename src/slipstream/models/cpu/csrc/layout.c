@@ -69,7 +69,18 @@ const struct entry layout[] = {
     OFFSET(experts, router), OFFSET(experts, router_bias), OFFSET(experts, choice_bias), OFFSET(experts, shared_gate),
     OFFSET(experts, routed), OFFSET(experts, shared), OFFSET(experts, is_sigmoid), OFFSET(experts, normalises),
     OFFSET(experts, floor), OFFSET(experts, factor), OFFSET(experts, slope), OFFSET(experts, cubic),
-    OFFSET(experts, limit), OFFSET(experts, shift), OFFSET(experts, reads),
+    OFFSET(experts, limit), OFFSET(experts, shift), OFFSET(experts, reads), OFFSET(experts, stored),
+
+    SIZE_OF(expert_rows), OFFSET(expert_rows, file), OFFSET(expert_rows, start), OFFSET(expert_rows, step),
+
+    SIZE_OF(expert_slot), OFFSET(expert_slot, owner), OFFSET(expert_slot, expert), OFFSET(expert_slot, used),
+
+    SIZE_OF(expert_store), OFFSET(expert_store, memory), OFFSET(expert_store, slots), OFFSET(expert_store, bytes),
+    OFFSET(expert_store, count), OFFSET(expert_store, forwards), OFFSET(expert_store, packed),
+    OFFSET(expert_store, failed),
+
+    SIZE_OF(stored_experts), OFFSET(stored_experts, store), OFFSET(stored_experts, places),
+    OFFSET(stored_experts, gate), OFFSET(stored_experts, up), OFFSET(stored_experts, down),
 
     OFFSETS_OF_LAYER(float_layer), OFFSET(float_layer, planes),
 

@@ -165,6 +165,34 @@ struct expert_set {
     struct expert_matrix gate, up, down;
 };
 
+/* Where the matrix of a layer's first expert begins in a file, and how many bytes further each next one does. */
+struct expert_rows {
+    int64_t file, start, step;
+};
+
+/* An expert in memory, which `owner` has; used: by which forward last. */
+struct expert_slot {
+    struct stored_experts *owner;
+    int64_t expert, used;
+};
+
+/* Memory for the experts of a model that are in use: `count` slots of `bytes` bytes. An expert is packed when a forward
+ * needs it and no slot holds it, in the slot that was used least recently. forwards: how many there were, of all layers;
+ * packed: how many experts they packed; failed: whether a file could not be read. */
+struct expert_store {
+    uint8_t *memory;
+    struct expert_slot *slots;
+    int64_t bytes, count, forwards, packed;
+    _Atomic int64_t failed;
+};
+
+/* The experts of a layer in a store. places: of each expert, the number of its slot, or -1. */
+struct stored_experts {
+    struct expert_store *store;
+    int64_t *places;
+    struct expert_rows gate, up, down;
+};
+
 /* The feed-forward part of a layer of which each token uses some experts. See blocks/experts.c.
  *
  * router: numbers [count][hidden]; its products with a token, plus router_bias, are the token's logits. Scores are the
@@ -173,7 +201,8 @@ struct expert_set {
  * those of the chosen ones; then they are multiplied by `factor`. shared: one expert that all tokens use, with the
  * factor sigmoid(shared_gate * x), or 1; none if `inner` is 0. The activation is
  * g / (1 + exp(-(slope * g + cubic * g^3))) * (u + shift), where g is at most `limit` and u lies within it. reads: how
- * many experts' matrices have been read so far, the shared one not counted. */
+ * many experts' matrices have been read so far, the shared one not counted. stored: where the routed experts are packed
+ * when they are needed; NULL if all are in memory. */
 struct experts {
     int64_t hidden, count, used, planes;
     struct block_part router;
@@ -182,6 +211,7 @@ struct experts {
     int32_t is_sigmoid, normalises;
     float floor, factor, slope, cubic, limit, shift;
     int64_t *reads;
+    struct stored_experts *stored;
 };
 
 /* planes: of activations, 1 (int8) or 2 (int15). */
