@@ -4,7 +4,7 @@
 
 Writes FOLDER/large.gguf in the shape of Qwen3-30B-A3B with fewer layers (Q4_K and Q6_K), and runs it in processes of
 their own with SLIPSTREAM_MEMORY: twice with a panel file, which takes as much space again, then without room for one,
-so that experts are packed when they are used. --whole adds a run with all of it in memory. Prints a line of JSON for
+so that experts are packed when they are used. --whole adds a run without a limit. Prints a line of JSON for
 each: seconds to load and per token, memory at the end (anonymous, and of files, which the system can take back), and
 whether the text is that of the first run.
 """
@@ -22,6 +22,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cpu.kernel_libraries import block_kernels, kernels
+
 HIDDEN, INNER, EXPERTS, USED, HEADS, KEY_HEADS, HEAD = 2048, 768, 128, 8, 32, 4, 128
 LETTERS = 256
 BLOCKS = {"Q4_K": (144, 0, 2), "Q6_K": (210, 208, 1)}  # bytes; place and number of the float16 scales
@@ -37,7 +40,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=8)
     parser.add_argument("--memory", type=float, default=4, help="gigabytes of memory to count on")
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--whole", action="store_true", help="run it with all of it in memory, too")
+    parser.add_argument("--whole", action="store_true", help="run it without a limit, too")
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     file = arguments.folder / "large.gguf"
@@ -45,16 +48,22 @@ def main() -> None:
         print(json.dumps(measured(file, arguments.tokens)))
         return
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    block_kernels()  # compiled once, and before files are limited
+    kernels()
     if not file.exists():
         write(file, max(1, round(arguments.gigabytes * 1e9 / LAYER_BYTES)))
     runs = {"panel file, first start": {}, "panel file, second start": {}, "experts as they are used": {"limit": "1"}}
     if arguments.whole:
-        runs["all in memory"] = {"SLIPSTREAM_MEMORY": "1000"}
+        runs["without a limit"] = {"SLIPSTREAM_MEMORY": "1000"}
     texts = []
     for name, settings in runs.items():
         environment = os.environ | {"SLIPSTREAM_MEMORY": str(arguments.memory)} | settings
-        # a cache folder of its own: one without room has no panel file either
-        environment["SLIPSTREAM_MODELS"] = str(arguments.folder / ("cache-full" if "limit" in settings else "cache"))
+        # a cache folder of its own, with the kernels that are compiled already
+        cache = arguments.folder / ("cache-full" if "limit" in settings else "cache")
+        if not cache.exists():
+            cache.mkdir()
+            (cache / "kernels").symlink_to(cache_folder() / "kernels", target_is_directory=True)
+        environment["SLIPSTREAM_MODELS"] = str(cache)
         command = [sys.executable, __file__, str(arguments.folder), "--tokens", str(arguments.tokens), "--run"]
         finished = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
         result = json.loads(finished.stdout.splitlines()[-1])
@@ -67,9 +76,6 @@ def measured(file: Path, tokens: int) -> dict[str, Any]:
     from slipstream import SamplingParams, SpeculativeDecoder
 
     if "limit" in os.environ:
-        from slipstream.models.cpu.kernel_libraries import block_kernels
-
-        block_kernels()  # compiled before files are limited
         resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     started = perf_counter()
     decoder = SpeculativeDecoder(str(file), drafter="none")

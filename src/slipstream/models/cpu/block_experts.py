@@ -91,13 +91,17 @@ class Stack:
     parts: list[BlockPart]
     bias: Tensor | None = None  # [experts, outputs] float32
     rows: ExpertRowsStruct | None = None  # in a file, from which experts are packed when they are needed
+    scales: Tensor | None = None  # [experts] float32 that multiply all weights of each; None: 1
 
     @classmethod
     def rows_of(cls, part: BlockPart, experts: int, first: int, outputs: int, bias: Tensor | None = None) -> Stack:
         """The matrices [outputs, inputs] that begin `first` rows after the beginning of each expert's rows."""
         step = part.outputs // experts
         assert first + outputs <= step
-        return cls(part.block, [part.from_row(i * step + first) for i in range(experts)], [part], bias)
+        addresses = [part.from_row(i * step + first) for i in range(experts)]
+        return cls(
+            part.block, addresses, [part], bias, None, None if part.scale is None else part.scale.repeat(experts)
+        )
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,8 @@ class BlockExperts(nn.Module):
         for stack in (stacks.gate, stacks.up, stacks.down):
             pointers = (ctypes.c_void_p * len(stack.addresses))(*stack.addresses)
             self._structs.append(pointers)
-            matrices.append(ExpertMatrixStruct(stack.block.code, ctypes.addressof(pointers), address(stack.bias)))
+            vectors = address(stack.bias), address(stack.scales)
+            matrices.append(ExpertMatrixStruct(stack.block.code, ctypes.addressof(pointers), *vectors))
         return ExpertSetStruct(inner, *matrices)
 
     def _shared(self, expert: nn.Module, name: str, tensors: ExpertTensors) -> ExpertSetStruct:

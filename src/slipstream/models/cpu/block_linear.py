@@ -60,6 +60,7 @@ class BlockPart:
         self.block, self.library = block, library
         self.outputs, self.inputs = shape
         self.inputs_from: Tensor | None = None  # [inputs] which of a layer's inputs each is; None: in order
+        self.scale: Tensor | None = None  # [1] float32 that multiplies all weights; None: 1
         self._panel_bytes: int = library.panel_bytes(block.code, self.inputs)
         self.data = (memory or HugePages()).take(panels_size(block, shape, library))
         if read is None:
@@ -85,10 +86,14 @@ class BlockPart:
     @property
     def struct(self) -> PartStruct:
         """`struct block_part`; valid as long as this object."""
-        return PartStruct(self.block.code, self.outputs, address(self.data))
+        return self.first(self.outputs)
+
+    def first(self, outputs: int) -> PartStruct:
+        """`struct block_part` of the first outputs."""
+        return PartStruct(self.block.code, outputs, address(self.data), address(self.scale))
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """[N, inputs] float32: the weights of some outputs [N], exactly those of the file."""
+        """[N, inputs] float32: the weights of some outputs [N], exactly those of the file, rounded once if scaled."""
         indices = outputs.to(torch.int64).contiguous()
         if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < self.outputs):
             raise IndexError(
@@ -132,7 +137,7 @@ class BlockLinear(nn.Module):
         (part,) = self.parts
         layer = BlockLinear([part], None, self.activations)
         layer.bias, layer._bias, layer.out_features = self.bias, self._bias, outputs
-        layer._set([PartStruct(part.block.code, outputs, address(part.data))])
+        layer._set([part.first(outputs)])
         return layer
 
     def rows(self, outputs: Tensor) -> Tensor:

@@ -144,7 +144,10 @@ FORMATS = tuple(block for block in TYPES if block.size > 1)  # the quantised typ
 class PartStruct(ctypes.Structure):
     """`struct block_part`: outputs of a linear layer that share a block format."""
 
-    _fields_ = [("format", ctypes.c_int64), ("outputs", ctypes.c_int64), ("data", ctypes.c_void_p)]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("format", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale")),
+    ]
 
 
 class FilePieceStruct(ctypes.Structure):
@@ -165,7 +168,7 @@ class BlockLinearStruct(ctypes.Structure):
 class ExpertMatrixStruct(ctypes.Structure):
     """`struct expert_matrix`: a matrix of each expert of a layer."""
 
-    _fields_ = [("format", ctypes.c_int64), ("data", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+    _fields_ = [("format", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("data", "bias", "scales"))]
 
 
 class ExpertSetStruct(ctypes.Structure):

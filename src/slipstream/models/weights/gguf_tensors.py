@@ -232,9 +232,10 @@ class RowsOfFile:
     The file stays open as long as this object lives, so replacing the file on disk does no harm.
     """
 
-    def __init__(self, entry: TensorEntry, library: Any) -> None:
+    def __init__(self, entry: TensorEntry, library: Any, scale: Tensor | None = None) -> None:
+        """scale: see `BlockPart.scale`."""
         self.outputs, self.inputs = entry.shape
-        self._entry, self._library = entry, library
+        self._entry, self._library, self._scale = entry, library, scale
         self._stream, self._lock = entry.file.open("rb", buffering=0), Lock()
         finalize(self, self._stream.close)
 
@@ -254,6 +255,7 @@ class RowsOfFile:
         rows = numpy.frombuffer(read, numpy.uint8).reshape(len(row_numbers), row_bytes)
         shape = len(row_numbers), self.inputs
         packed = BlockPart(block, shape, lambda first, last: rows[first:last], self._library, SmallPages())
+        packed.scale = self._scale
         return packed.rows(torch.arange(len(row_numbers)))
 
 
@@ -320,7 +322,11 @@ class GGUFTensors:
     def unpacked(self, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A parameter [shape] whatever the types of its tensors, in floating point."""
         source, entries = self._source(parameter), self.tensors(parameter)
-        numbers = [self._numbers(entry, torch.float32 if source.change else dtype) for entry in entries]
+        numbers = []
+        for entry in entries:
+            scale = self._scale(entry)
+            tensor = self._numbers(entry, dtype if source.change is None and scale is None else torch.float32)
+            numbers.append(tensor if scale is None else tensor * scale.view(-1, *[1] * (tensor.dim() - 1)))
         try:
             if source.change is not None:
                 joined = source.change(self._settings, numbers)
@@ -351,6 +357,17 @@ class GGUFTensors:
             numbers[first : first + step] = piece
         return numbers.view(entry.shape)
 
+    def _scale(self, entry: TensorEntry) -> Tensor | None:
+        """What multiplies all numbers of a matrix [1], or those of each expert [experts]; None if the file has none."""
+        name = f"{entry.name.removesuffix('.weight')}.scale"
+        scale = self.header.tensors.get(name)
+        # some architectures have a parameter of this name
+        if scale is None or len(entry.shape) < 2 or name.split(".", 2)[-1] in self._architecture.tensors.values():
+            return None
+        self._used.add(name)
+        self.check_shape(scale, (entry.shape[0] if len(entry.shape) == 3 else 1,))
+        return self._numbers(scale, torch.float32)
+
     def check_shape(self, entry: TensorEntry, shape: tuple[int, ...], joined: tuple[int, ...] | None = None) -> None:
         """Refuse a tensor of another shape than the configuration says. joined: with its parts, if any."""
         if (joined or entry.shape) != shape:
@@ -371,6 +388,7 @@ class GGUFTensors:
         entry, order, columns = self._matrix(parameter, shape)
         packed = self._ahead.part(entry.name) if self._ahead is not None and order is None else None
         part = packed or self._reader.part(entry, library, self._memory, order)
+        part.scale = self._scale(entry)
         if columns is not None:
             part.inputs_from = torch.from_numpy(numpy.argsort(columns))
         return part
@@ -379,7 +397,7 @@ class GGUFTensors:
         """A matrix of the file [shape] of which single rows are needed."""
         entry, order, _ = self._matrix(parameter, shape)
         if order is None and stays_in_file(self.header, entry.name):
-            return RowsOfFile(entry, library)
+            return RowsOfFile(entry, library, self._scale(entry))
         return self.part(parameter, shape, library)
 
     def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
@@ -398,17 +416,19 @@ class GGUFTensors:
                 if part is None and store is None:
                     matrix = replace(entry, shape=(sizes.experts * rows, inputs))
                     part = self._reader.part(matrix, library, self._memory, None)
-                bias = None
+                bias, scales = None, self._scale(entry)
                 if bias_entry is not None:
                     self.check_shape(bias_entry, (sizes.experts, rows))
                     bias = self._numbers(bias_entry, torch.float32)
                 for first in range(0, rows, outputs):
                     part_bias = None if bias is None else bias[:, first : first + outputs].contiguous()
                     if part is not None:
-                        result.append(Stack.rows_of(part, sizes.experts, first, outputs, part_bias))
-                    elif store is not None:
+                        stack = Stack.rows_of(part, sizes.experts, first, outputs, part_bias)
+                    else:
+                        assert store is not None
                         in_file = store.rows(entry.file, entry.start + first * row_bytes, rows * row_bytes)
-                        result.append(Stack(kind, [0] * sizes.experts, [], part_bias, in_file))
+                        stack = Stack(kind, [0] * sizes.experts, [], part_bias, in_file)
+                    result.append(replace(stack, scales=scales))
             return result
 
         gate, up = stacks("gate_up_proj", sizes.inner, sizes.hidden, 2)

@@ -40,7 +40,7 @@ static struct block_part packed(int64_t format, uint8_t *rows, int64_t outputs, 
     memset(data, 0, panels);
     pack_panels(format, rows, outputs, inputs, data, 1);
     free(rows);
-    return (struct block_part){format, outputs, data};
+    return (struct block_part){format, outputs, data, NULL};
 }
 
 /* Rows of random blocks, whose float16 numbers have small exponents. */
@@ -195,7 +195,7 @@ static struct expert_set set_of(struct block_part *parts, const uint8_t **data, 
                                   : grouped_part(format % KINDS, format / KINDS, outputs, inputs);
             data[m * count + e] = part->data;
         }
-        matrices[m] = (struct expert_matrix){format, data + m * count, bias};
+        matrices[m] = (struct expert_matrix){format, data + m * count, bias, NULL};
     }
     return (struct expert_set){inner, matrices[0], matrices[1], matrices[2]};
 }
@@ -241,6 +241,7 @@ static void exercise_experts(const int64_t *formats, int64_t planes, int is_sigm
 static void exercise_store(const int64_t *formats) {
     enum { LAYERS = 2, COUNT = 5, USED = 2, HIDDEN = 256, TOKENS = 11 };
     FILE *file = tmpfile();
+    const float scales[COUNT] = {1, 0.5f, 3, 0.7f, 1};
     int64_t sizes[3], slot_bytes = 0, at = 13, reads = 0;
     for (int m = 0; m < 3; m++) sizes[m] = HIDDEN / LANES * panel_bytes(formats[m], HIDDEN), slot_bytes += sizes[m];
     struct block_part parts[LAYERS][3 * COUNT], router = grouped_part(F32, 0, COUNT, HIDDEN);
@@ -268,8 +269,8 @@ static void exercise_store(const int64_t *formats) {
                 parts[l][m * COUNT + e] = packed(formats[m], random, HIDDEN, HIDDEN);
                 in_memory[l][m * COUNT + e] = parts[l][m * COUNT + e].data;
             }
-            matrices[m] = (struct expert_matrix){formats[m], in_memory[l] + m * COUNT, NULL};
-            absent[m] = (struct expert_matrix){formats[m], packed_later[l] + m * COUNT, NULL};
+            matrices[m] = (struct expert_matrix){formats[m], in_memory[l] + m * COUNT, NULL, scales};
+            absent[m] = (struct expert_matrix){formats[m], packed_later[l] + m * COUNT, NULL, scales};
         }
         for (int e = 0; e < COUNT; e++) place_of[l][e] = -1;
         stored[l] = (struct stored_experts){&store, place_of[l], rows[0], rows[1], rows[2]};
@@ -305,6 +306,48 @@ static void exercise_store(const int64_t *formats) {
     for (int l = 0; l < LAYERS; l++)
         for (int i = 0; i < 3 * COUNT; i++) free((void *)parts[l][i].data);
     free((void *)router.data), free(memory), free(weights), free(x), free(out), free(expected), fclose(file);
+}
+
+/* Random bytes, and runs of ones, as blocks. */
+static struct block_part hostile_part(int64_t format, int64_t outputs, int64_t inputs) {
+    int64_t size = outputs * row_bytes(format, inputs);
+    uint8_t *rows = malloc(size);
+    for (int64_t i = 0; i < size; i++) rows[i] = i % 97 < 20 ? 0xFF : next_byte();
+    return packed(format, rows, outputs, inputs);
+}
+
+static float *hostile_numbers(int64_t count) {
+    const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-45f, -0.0f, 65504};
+    float *made = numbers(count, 3);
+    for (int64_t i = 0; i < count; i += 61) made[i] = odd[i / 61 % 8];
+    return made;
+}
+
+/* Blocks and activations as a damaged file gives them: no result is wrong, but none may reach beyond its memory. */
+static void exercise_hostile(int64_t format, int64_t planes) {
+    enum { COUNT = 4, USED = 2, SIZE = 256, MOST_TOKENS = 19 };
+    struct block_part part = hostile_part(format, 37, SIZE), parts[3 * COUNT], router = hostile_part(F32, COUNT, SIZE);
+    struct block_linear w = {SIZE, 37, 1, &part, NULL};
+    const uint8_t *data[3 * COUNT];
+    for (int i = 0; i < 3 * COUNT; i++) parts[i] = hostile_part(format, SIZE, SIZE), data[i] = parts[i].data;
+    int64_t reads = 0, outputs[] = {0, 36};
+    float *bias = hostile_numbers(COUNT * SIZE), *x = hostile_numbers(MOST_TOKENS * SIZE), *out = malloc(MOST_TOKENS * SIZE * sizeof *out);
+    struct experts of = {
+        .hidden = SIZE, .count = COUNT, .used = USED, .planes = planes, .router = router, .router_bias = bias,
+        .routed = {SIZE, {format, data, bias}, {format, data + COUNT, NULL}, {format, data + 2 * COUNT, bias}},
+        .is_sigmoid = format % 2, .normalises = planes % 2, .factor = 1.5f, .slope = 1, .limit = 7, .reads = &reads,
+    };
+    unpack_rows(&part, SIZE, outputs, 2, out);
+    for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens += 3) {
+        uint8_t *space = malloc(activation_bytes(SIZE, tokens, planes)), *more = aligned_alloc(64, experts_scratch(&of, tokens));
+        int32_t chosen[MOST_TOKENS * USED];
+        multiply_blocks(&w, x, tokens, planes, out, space);
+        multiply_experts(&of, x, tokens, NULL, chosen, out, more);
+        for (int64_t i = 0; i < tokens * USED; i++) wrong += chosen[i] < 0 || chosen[i] >= COUNT || (i % USED && chosen[i] <= chosen[i - 1]);
+        free(space), free(more);
+    }
+    for (int i = 0; i < 3 * COUNT; i++) free((void *)parts[i].data);
+    free((void *)part.data), free((void *)router.data), free(bias), free(x), free(out);
 }
 
 int main(void) {
@@ -347,6 +390,9 @@ int main(void) {
         for (int64_t planes = 1; planes <= 2; planes++) exercise_experts(mixed[i], planes, i % 2);
     for (int i = 0; i < 6; i++)
         if (mixed[i][0] < INT4 && mixed[i][1] < INT4 && mixed[i][2] < INT4) exercise_store(mixed[i]);
+    for (int64_t format = 0; format < FORMATS; format++)
+        for (int64_t planes = 1; planes <= 2; planes++)
+            exercise_hostile(SHAPES[format].size ? format : format + KINDS * GROUP, planes);
     free(bias);
     if (wrong) printf("%d results are wrong\n", wrong);
     return wrong > 0;

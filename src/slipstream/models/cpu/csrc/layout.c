@@ -53,6 +53,7 @@ const struct entry layout[] = {
     OFFSET(segment, keep),
 
     SIZE_OF(block_part), OFFSET(block_part, format), OFFSET(block_part, outputs), OFFSET(block_part, data),
+    OFFSET(block_part, scale),
 
     SIZE_OF(file_piece), OFFSET(file_piece, format), OFFSET(file_piece, rows), OFFSET(file_piece, inputs),
     OFFSET(file_piece, start), OFFSET(file_piece, to),
@@ -61,6 +62,7 @@ const struct entry layout[] = {
     OFFSET(block_linear, num_parts), OFFSET(block_linear, parts), OFFSET(block_linear, bias),
 
     SIZE_OF(expert_matrix), OFFSET(expert_matrix, format), OFFSET(expert_matrix, data), OFFSET(expert_matrix, bias),
+    OFFSET(expert_matrix, scales),
 
     SIZE_OF(expert_set), OFFSET(expert_set, inner), OFFSET(expert_set, gate), OFFSET(expert_set, up),
     OFFSET(expert_set, down),

@@ -132,10 +132,11 @@ enum {
 #define NAME_OF_TYPE(name, number, size, bytes, panel) name,
 enum format { TYPES(NAME_OF_TYPE) FORMATS, KINDS = 64 };
 
-/* Outputs of one format. data: panels, see above. */
+/* Outputs of one format. data: panels, see above. scale: a number that multiplies all weights; NULL: 1. */
 struct block_part {
     int64_t format, outputs;
     const uint8_t *data;
+    const float *scale;
 };
 
 /* Rows of a file, a multiple of 16 except at the end of a part. start: the place of their first byte in the file; to:
@@ -152,11 +153,12 @@ struct block_linear {
     const float *bias;
 };
 
-/* A matrix of each expert of a layer. data: where the panels of each begin. bias: [experts][outputs] or NULL. */
+/* A matrix of each expert of a layer. data: where the panels of each begin. bias: [experts][outputs] or NULL. scales:
+ * [experts], what multiplies all weights of each, or NULL. */
 struct expert_matrix {
     int64_t format;
     const uint8_t *const *data;
-    const float *bias;
+    const float *bias, *scales;
 };
 
 /* Experts of equal size: gate and up [inner][hidden], down [hidden][inner]. */

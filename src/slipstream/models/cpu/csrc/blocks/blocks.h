@@ -142,6 +142,12 @@ void panel_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t ro
 void begin_tiles(int64_t tokens);
 void end_tiles(void);
 
+/* Multiplies the sums of so many tokens, if there is a scale. */
+static inline void scale_sums(const float *scale, int64_t rows, float *sums) {
+    for (int64_t i = 0; scale && i < rows; i++)
+        store_floats(sums + i * LANES, multiply_floats(load_floats(sums + i * LANES), all_floats(*scale)));
+}
+
 /* What `panel_sums` calls: for 1 to 8 tokens in words; for a tile in rows, of 12 or 16 tokens, which there are none of
  * without AMX; and for numbers, of 1 to 8 tokens. */
 void block_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,

@@ -306,6 +306,7 @@ static void multiply_tile(const struct expert_matrix *of, int64_t outputs, int64
                           const struct turn *turn, const uint8_t *x, const float *plain, float *sums) {
     const uint8_t *data = of->data[turn->expert] + panel * panel_bytes(of->format, inputs);
     panel_sums(of->format, data, inputs, rows, &turn->tiling, x, plain, sums);
+    scale_sums(of->scales ? of->scales + turn->expert : NULL, rows, sums);
     if (!of->bias) return;
     floats bias = load_floats(of->bias + turn->expert * outputs + panel * LANES);
     for (int64_t i = 0; i < rows; i++) store_floats(sums + i * LANES, add_floats(load_floats(sums + i * LANES), bias));

@@ -239,6 +239,7 @@ void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *o
         const uint8_t *panel = part->data + outputs[row] / LANES * panel_bytes(part->format, inputs);
         if (has_numbers(part->format)) unpack_numbers(part->format, panel, outputs[row] % LANES, inputs, to);
         else unpack_codes(part->format, panel, outputs[row] % LANES, inputs, to);
+        for (int64_t i = 0; part->scale && i < inputs; i++) to[i] *= *part->scale;
     }
 }
 
