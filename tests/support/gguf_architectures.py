@@ -121,7 +121,7 @@ def add_tensor(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
         writer.add_tensor(name, numbers)
     else:
         number = gguf.GGMLQuantizationType[kind]
-        if kind.endswith("_K"):  # which the package does not quantise to
+        if kind.endswith(("_K", "NVFP4")):  # which the package does not quantise to
             rows = random_blocks(BY_NAME[kind], *numbers.reshape(-1, numbers.shape[-1]).shape, len(name), 0.0003)
             raw = rows.reshape(*numbers.shape[:-1], -1)
         else:

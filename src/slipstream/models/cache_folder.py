@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 from slipstream.errors import SlipstreamError, os_reason
 
+PANELS = ".panels"  # ending of files with packed matrices
+
 log = logging.getLogger("slipstream")
 
 Measured = TypeVar("Measured")
@@ -21,6 +23,11 @@ Measured = TypeVar("Measured")
 def cache_folder() -> Path:
     """$SLIPSTREAM_MODELS, or ~/.cache/slipstream/models. It may be missing or read-only."""
     return Path(os.environ.get("SLIPSTREAM_MODELS") or users_cache_folder())
+
+
+def panels_folder() -> Path:
+    """Where packed matrices of large models are kept. It may be missing."""
+    return cache_folder() / "panels"
 
 
 def users_cache_folder() -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import UsageError
+from slipstream.models.cpu.thread_placement import limit_threads
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions, is_toy
 from slipstream.models.paused_collection import paused_collection
 
@@ -17,6 +18,7 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
     source: "toy" or "toy:ORDER", the embedded model's name, a hub id, a local folder, a .gguf file, or a loaded
     Hugging Face model.
     """
+    limit_threads()
     if options.rounding != "none" and (is_toy(source) or isinstance(source, torch.nn.Module)):
         why = "the toy model has no weights" if is_toy(source) else "the model is loaded already"
         raise UsageError(f"quantize={options.rounding!r}, but {why}; allowed: 'none'")

@@ -36,7 +36,7 @@ from slipstream.models.weights.gguf_architectures import settings_of
 from slipstream.models.weights.gguf_configuration import described, described_configuration, unreadable_gguf
 from slipstream.models.weights.gguf_conversion import check_memory
 from slipstream.models.weights.gguf_file import GGUFHeader, read_header
-from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind
+from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind, check_single
 from slipstream.models.weights.model_files import is_gguf, not_loaded
 from slipstream.models.weights.quantised_checkpoint import (
     MODELOPT_FILE,
@@ -169,6 +169,7 @@ class GGUFFile:
             kinds = {check_kind(entry).name for entry in header.tensors.values() if len(entry.shape) > 1}
             if kinds == {"BF16"}:  # unpacked weights are compressed to 12 bits
                 raise NotInBlocksError("its matrices are bfloat16 numbers, not blocks", rounds=False)
+            check_single(header)
             with PackedAhead(header, block_kernels()) as ahead:
                 folder = described(header)
                 return str(folder), self._filled(header, folder, activations, ahead)

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.errors import UsageError
 from slipstream.models.cpu import processor
 from slipstream.models.cpu import thread_placement as threads
-from slipstream.models.notices import warn_slower
+from slipstream.models.load import load
+from slipstream.models.loaded import LoadOptions
 
 TRAP = """
 import json, os, torch
@@ -160,16 +162,24 @@ def test_the_command_line_binds_threads_before_pytorch_is_imported() -> None:
     assert run(code).split() == ["False", "True", "true", "cores"]
 
 
-def test_a_container_that_grants_less_time_than_threads_take_causes_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("share, expected", [(2.5, 2), (0.5, 1), (4.0, 4), (9.0, 4), (None, 4)])
+def test_a_library_user_computes_with_the_containers_share_of_processors(
+    share: float | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine(tmp_path, monkeypatch, [], inner="250000 100000")
+    machine(tmp_path, monkeypatch, [], inner="max 100000" if share is None else f"{int(share * 1e5)} 100000")
     for name in threads.CHOSEN:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    warn_slower.cache_clear()
-    assert not threads.separate_threads(set())
-    assert "8 threads compute, but the container is granted the time of 2.5 cores; set OMP_NUM_THREADS=2" in caplog.text
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        load("toy", LoadOptions())
+        assert torch.get_num_threads() == expected
+        torch.set_num_threads(4)
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+        load("toy", LoadOptions())
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_memory_of_a_container_is_what_it_is_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,3 +188,11 @@ def test_the_memory_of_a_container_is_what_it_is_granted(tmp_path: Path, monkeyp
     (tmp_path / "groups/outer/memory.max").write_text("1000000\n")
     (tmp_path / "groups/outer/inner/memory.max").write_text("max\n")
     assert whole is not None and whole > 1000000 == processor.memory_bytes()
+    monkeypatch.setenv("SLIPSTREAM_MEMORY", "0.0004")
+    assert processor.memory_bytes() == 400000
+    monkeypatch.setenv("SLIPSTREAM_MEMORY", "2")
+    assert processor.memory_bytes() == 1000000
+    for wrong in ("-1", "2GB", "nan", "inf"):
+        monkeypatch.setenv("SLIPSTREAM_MEMORY", wrong)
+        with pytest.raises(UsageError, match=f"SLIPSTREAM_MEMORY='{wrong}'; allowed: a number of gigabytes above 0"):
+            processor.memory_bytes()

@@ -11,7 +11,7 @@ from tests.support.tiny_models import fresh, tokenizer
 def test_parts_of_memory_are_aligned_zeroed_and_do_not_overlap() -> None:
     memory = HugePages()
     sizes = [100, 64, 1, 4096, CHUNK // 2, CHUNK // 2, CHUNK + 5, 7]
-    parts = [memory.zeros(size) for size in sizes]
+    parts = [memory.take(size) for size in sizes]
     assert [len(part) for part in parts] == sizes
     assert all(part.data_ptr() % ALIGNED == 0 and not part[-4096:].any() for part in parts)
     for number, part in enumerate(parts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
+from slipstream.models import quantised_models
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.processor import NEEDED, processor
@@ -20,7 +22,7 @@ from slipstream.models.weights.gguf_architectures import settings_of
 from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_conversion import dequantised
 from slipstream.models.weights.gguf_file import read_header
-from slipstream.models.weights.gguf_tensors import GGUFTensors, RowReader
+from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, RowReader
 from tests.support.gguf_architectures import CASES, architecture, is_shifted, write_case
 from tests.support.quantised_files import kl
 
@@ -108,6 +110,85 @@ def test_columns_in_another_order_take_their_inputs_in_that_order(tmp_path: Path
     assert torch.allclose(found, expected, atol=1e-3)
     part.inputs_from = None
     assert not torch.allclose(BlockLinear([part], None, "int15")(x), expected, atol=1e-1)
+
+
+SCALED = ("attn_q", "attn_v", "attn_output", "output", "token_embd", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+
+
+def scales_of(name: str) -> dict[str, torch.Tensor]:
+    generator, experts = torch.Generator().manual_seed(3), getattr(CASES[name].config(), "num_experts", 0)
+    tensors = SCALED if experts else (*SCALED[:5], "ffn_gate", "ffn_up", "ffn_down")
+    prefixes = ["" if tensor in ("output", "token_embd") else "blk.1." for tensor in tensors]
+    return {
+        f"{prefix}{tensor}.scale": 0.5 + torch.rand(experts if "_exps" in tensor else 1, generator=generator)
+        for prefix, tensor in zip(prefixes, tensors, strict=True)
+    }
+
+
+def write_scaled(file: Path, name: str, scales: dict[str, torch.Tensor]) -> None:
+    """A file in NVFP4 with these tensors, too."""
+    wide = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+    case = replace(CASES[name], settings=CASES[name].settings | wide, tensors=lambda _: scales)
+    write_case(file, architecture(name), case, "NVFP4")
+
+
+@has_kernels
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_a_scale_of_a_whole_matrix_multiplies_all_its_numbers(name: str, tmp_path: Path) -> None:
+    file, plain = tmp_path / "scaled.gguf", tmp_path / "plain.gguf"
+    scales = scales_of(name)
+    write_scaled(file, name, scales)
+    write_scaled(plain, name, {})
+    header, unscaled = read_header(file), GGUFTensors(read_header(plain))
+    reference = dequantised(header, described(header), torch.float32).eval()
+    place = 1 if name == "qwen3moe" else 0
+    weight = "model.layers.1." + ("mlp.experts.down_proj", "mlp.down_proj.weight")[1 - place]
+    shape = tuple(reference.state_dict()[weight].shape)
+    scale = scales["blk.1.ffn_down_exps.scale" if place else "blk.1.ffn_down.scale"]
+    expected = unscaled.unpacked(weight, shape, torch.float32) * scale.view(-1, *[1] * (len(shape) - 1))
+    assert torch.equal(reference.state_dict()[weight], expected) and not bool((scale == 1).any())
+    loaded = load(str(file), LoadOptions(activations="int15"))
+    assert block_linears(loaded.model)
+    loaded.backend.reserve(1, 256)
+    found, wanted = loaded.backend.forward(IDS, [0], first_slot=0, logits=True), logits(reference)
+    assert kl(wanted, found) < 1e-6 < kl(wanted, wanted.roll(1, 1))
+    assert kl(wanted, logits(load(str(plain), LoadOptions("float32")).model)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "message"),
+    [
+        ("blk.1.ffn_up_exps.scale", torch.ones(3), r"tensor 'blk.1.ffn_up_exps.scale' is \[3\]; allowed: \[8\]"),
+        ("blk.1.attn_q.scale", torch.ones(2), r"tensor 'blk.1.attn_q.scale' is \[2\]; allowed: \[1\]"),
+        ("output.scale", torch.tensor([float("nan")]), "'output.scale' holds numbers that are not finite"),
+        (
+            "blk.1.attn_q.input_scale",
+            torch.ones(1),
+            "1 tensors of the file are not used, first blk.1.attn_q.input_scale",
+        ),
+        ("blk.1.attn_norm.scale", torch.ones(1), "1 tensors of the file are not used, first blk.1.attn_norm.scale"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(name: str, scale: torch.Tensor, message: str, tmp_path: Path) -> None:
+    write_scaled(tmp_path / "scaled.gguf", "qwen3moe", scales_of("qwen3moe") | {name: scale})
+    for options in (LoadOptions(), LoadOptions("float32")):
+        with pytest.raises(SlipstreamError, match=message):
+            load(str(tmp_path / "scaled.gguf"), options)
+
+
+@has_kernels
+def test_a_file_that_must_be_unpacked_is_not_packed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_case(tmp_path / "model.gguf", "deepseek2", CASES["deepseek2"])
+    monkeypatch.setattr(quantised_models, "PackedAhead", lambda *arguments: pytest.fail("packed"))
+    assert not block_linears(load(str(tmp_path / "model.gguf"), LoadOptions()).model)
+
+
+@has_kernels
+def test_matrices_in_another_order_are_not_packed_ahead(tmp_path: Path) -> None:
+    write_case(tmp_path / "model.gguf", "qwen35", CASES["qwen35"], "Q8_0")
+    with PackedAhead(read_header(tmp_path / "model.gguf"), block_kernels()) as ahead:
+        assert ahead.part("blk.0.ffn_up.weight") is not None
+        assert ahead.part("blk.0.attn_qkv.weight") is ahead.part("blk.0.attn_gate.weight") is None
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "gemma4-experts"])

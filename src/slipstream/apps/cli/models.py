@@ -33,7 +33,10 @@ Name = Annotated[str, typer.Argument(help=f"{EMBEDDED} or a hub id, such as Qwen
 
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context, json_file: Json = None) -> None:
-    """List the models on this machine, in Slipstream's and Hugging Face's caches, and pairs that fit together."""
+    """List the models on this machine, in Slipstream's and Hugging Face's caches, and pairs that fit together.
+
+    Packed ones are matrices of GGUF files, made when such a file was loaded; removing them loses nothing but time.
+    """
     if context.invoked_subcommand is not None:
         return
     quiet_libraries()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import ACTIVATIONS, BlockPart
+from slipstream.models.cpu.expert_store import ExpertStore
 from slipstream.models.cpu.grouped_blocks import NUMBERS, NotInBlocksError, number_format
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import address
@@ -25,6 +26,7 @@ from slipstream.models.cpu.structs import (
     INPUTS,
     BlockFormat,
     ExpertMatrixStruct,
+    ExpertRowsStruct,
     ExpertSetStruct,
     ExpertsStruct,
 )
@@ -40,13 +42,18 @@ class Stack:
     addresses: list[int]
     parts: list[BlockPart]
     bias: Tensor | None = None  # [experts, outputs] float32
+    rows: ExpertRowsStruct | None = None  # in a file, from which experts are packed when they are needed
+    scales: Tensor | None = None  # [experts] float32 that multiply all weights of each; None: 1
 
     @classmethod
     def rows_of(cls, part: BlockPart, experts: int, first: int, outputs: int, bias: Tensor | None = None) -> Stack:
         """The matrices [outputs, inputs] that begin `first` rows after the beginning of each expert's rows."""
         step = part.outputs // experts
         assert first + outputs <= step
-        return cls(part.block, [part.from_row(i * step + first) for i in range(experts)], [part], bias)
+        addresses = [part.from_row(i * step + first) for i in range(experts)]
+        return cls(
+            part.block, addresses, [part], bias, None, None if part.scale is None else part.scale.repeat(experts)
+        )
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class ExpertStacks:
     gate: Stack
     up: Stack
     down: Stack
+    store: ExpertStore | None = None  # memory for experts whose matrices have `rows`
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,10 @@ class BlockExperts(nn.Module):
             *(*plan.activation, plan.limit, plan.shift),
             self.reads.address,
         )
+        if stacks.store is not None:
+            rows = (stack.rows for stack in (stacks.gate, stacks.up, stacks.down))
+            layer = stacks.store.layer(count, *(row for row in rows if row is not None))
+            self.struct.stored = ctypes.addressof(layer)
         self.chosen = torch.empty(0, plan.used, dtype=torch.int32)
         self._forced: Tensor | None = None
 
@@ -157,7 +169,8 @@ class BlockExperts(nn.Module):
         for stack in (stacks.gate, stacks.up, stacks.down):
             pointers = (ctypes.c_void_p * len(stack.addresses))(*stack.addresses)
             self._structs.append(pointers)
-            matrices.append(ExpertMatrixStruct(stack.block.code, ctypes.addressof(pointers), address(stack.bias)))
+            vectors = address(stack.bias), address(stack.scales)
+            matrices.append(ExpertMatrixStruct(stack.block.code, ctypes.addressof(pointers), *vectors))
         return ExpertSetStruct(inner, *matrices)
 
     @property
@@ -272,6 +285,9 @@ def same_choices(experts: Iterable[BlockExperts]) -> Iterator[None]:
     finally:
         for block in experts:
             block.force(None)
+def store_of(model: nn.Module) -> ExpertStore | None:
+    """Where a model's experts are packed when they are used; None if all its weights are in memory."""
+    return next((experts.stacks.store for experts in experts_of(model)), None)
 
 
 class ModuleTensors:

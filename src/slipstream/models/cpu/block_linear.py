@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.huge_pages import HugePages, SmallPages
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import address
 from slipstream.models.cpu.structs import INPUTS, LANES, BlockFormat, BlockLinearStruct, PartStruct
 
@@ -35,6 +35,13 @@ class Table(Protocol):
     def rows(self, outputs: Tensor) -> Tensor: ...
 
 
+class Memory(Protocol):
+    """Where panels are."""
+
+    def take(self, size: int) -> Tensor:
+        """[size] uint8 that begin at a multiple of 64 bytes: zeros, or the panels themselves."""
+
+
 class BlockPart:
     """A matrix of a GGUF file [outputs, inputs] as panels of 16 outputs."""
 
@@ -44,7 +51,7 @@ class BlockPart:
         shape: tuple[int, int],
         read: ReadRows | None,
         library: Any,
-        memory: HugePages | SmallPages | None = None,
+        memory: Memory | None = None,
     ) -> None:
         """shape: outputs and inputs; read: called for a few rows at a time, in order; memory: may be shared by parts.
 
@@ -53,8 +60,9 @@ class BlockPart:
         self.block, self.library = block, library
         self.outputs, self.inputs = shape
         self.inputs_from: Tensor | None = None  # [inputs] which of a layer's inputs each is; None: in order
+        self.scale: Tensor | None = None  # [1] float32 that multiplies all weights; None: 1
         self._panel_bytes: int = library.panel_bytes(block.code, self.inputs)
-        self.data = (memory or HugePages()).zeros(-(-self.outputs // LANES) * self._panel_bytes)
+        self.data = (memory or HugePages()).take(panels_size(block, shape, library))
         if read is None:
             return
         for first, last in self.steps(PACKED_AT_A_TIME):
@@ -78,10 +86,14 @@ class BlockPart:
     @property
     def struct(self) -> PartStruct:
         """`struct block_part`; valid as long as this object."""
-        return PartStruct(self.block.code, self.outputs, address(self.data))
+        return self.first(self.outputs)
+
+    def first(self, outputs: int) -> PartStruct:
+        """`struct block_part` of the first outputs."""
+        return PartStruct(self.block.code, outputs, address(self.data), address(self.scale))
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """[N, inputs] float32: the weights of some outputs [N], exactly those of the file."""
+        """[N, inputs] float32: the weights of some outputs [N], exactly those of the file, rounded once if scaled."""
         indices = outputs.to(torch.int64).contiguous()
         if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < self.outputs):
             raise IndexError(
@@ -91,6 +103,13 @@ class BlockPart:
         part = ctypes.byref(self.struct)
         self.library.unpack_rows(part, self.inputs, indices.data_ptr(), len(indices), out.data_ptr())
         return out
+
+
+def panels_size(block: BlockFormat, shape: tuple[int, int], library: Any) -> int:
+    """Bytes of the panels of a matrix [outputs, inputs]."""
+    outputs, inputs = shape
+    panel_bytes: int = library.panel_bytes(block.code, inputs)
+    return -(-outputs // LANES) * panel_bytes
 
 
 class BlockLinear(nn.Module):
@@ -118,7 +137,7 @@ class BlockLinear(nn.Module):
         (part,) = self.parts
         layer = BlockLinear([part], None, self.activations)
         layer.bias, layer._bias, layer.out_features = self.bias, self._bias, outputs
-        layer._set([PartStruct(part.block.code, outputs, address(part.data))])
+        layer._set([part.first(outputs)])
         return layer
 
     def rows(self, outputs: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class HugePages:
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
-    def zeros(self, size: int) -> Tensor:
+    def take(self, size: int) -> Tensor:
         """[size] uint8 zeros that begin at a multiple of 64 bytes."""
         aligned_size = -(-size // ALIGNED) * ALIGNED
         if aligned_size > len(self._rest):
@@ -35,7 +35,7 @@ class HugePages:
 class SmallPages:
     """PyTorch's own memory, for what is needed for a moment."""
 
-    def zeros(self, size: int) -> Tensor:
+    def take(self, size: int) -> Tensor:
         """PyTorch aligns to 64 bytes."""
         return torch.zeros(size, dtype=torch.uint8)
 

@@ -88,7 +88,7 @@ SIGNATURES = {
     # blocks
     "panel_bytes": "nn>n",
     "pack_panels": "npnnpi",
-    "pack_pieces": "ipnp>n",  # missing on Windows
+    "pack_pieces": "ipnpi>n",  # missing on Windows
     "unpack_rows": "pnpnp",
     "activation_bytes": "nnn>n",
     "multiply_blocks": "ppnnpp",

@@ -1,7 +1,8 @@
-"""The processor: its model name, its instruction sets, and which of those the kernels are written for.
+"""The processor and its memory: instruction sets, which of those the kernels are written for, and usable memory.
 
-Linux lists them in /proc/cpuinfo, macOS in sysctl. On Windows a prebuilt library asks the processor itself.
-SLIPSTREAM_ISA in the environment names the instructions to use instead of the best.
+Linux lists instruction sets in /proc/cpuinfo, macOS in sysctl. On Windows a prebuilt library asks the processor itself.
+SLIPSTREAM_ISA in the environment names the instructions to use instead of the best, SLIPSTREAM_MEMORY the gigabytes of
+memory to use instead of all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from pathlib import Path
 
 from slipstream.errors import UsageError
@@ -22,7 +24,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 CONTROL_GROUP, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 DETECTION = Path(__file__).with_name("prebuilt")  # folder of the library of csrc/detection/, if the wheel has it
 OF_APPLE = {"hw.optional.arm.FEAT_DotProd": "asimddp"}
-ISA = "SLIPSTREAM_ISA"
+ISA, MEMORY = "SLIPSTREAM_ISA", "SLIPSTREAM_MEMORY"
 # what the processor must have, by the names in Linux's /proc/cpuinfo; the best instructions first
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -58,12 +60,19 @@ def processor(file: Path = CPU_INFO) -> Processor:
 
 
 def memory_bytes() -> int | None:
-    """The memory of this machine, or of the container if that is less; None if the system does not report it."""
-    names = getattr(os, "sysconf_names", {})
-    if "SC_PHYS_PAGES" not in names:
-        return None
-    granted = [int(limit) for limit in group_limits("memory.max") if limit.isdecimal()]
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *granted])
+    """The least of this machine's memory, the container's and SLIPSTREAM_MEMORY; None if none of them is known."""
+    limits = [int(limit) for limit in group_limits("memory.max") if limit.isdecimal()]
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if chosen := os.environ.get(MEMORY):
+        try:
+            gigabytes = float(chosen)
+        except ValueError:
+            gigabytes = 0.0
+        if not 0 < gigabytes < inf:
+            raise UsageError(f"{MEMORY}={chosen!r}; allowed: a number of gigabytes above 0")
+        limits.append(int(gigabytes * 1e9))
+    return min(limits, default=None)
 
 
 def group_limits(name: str) -> list[str]:

@@ -149,7 +149,10 @@ FORMATS = tuple(block for block in TYPES if block.size > 1)  # the quantised typ
 class PartStruct(ctypes.Structure):
     """`struct block_part`: outputs of a linear layer that share a block format."""
 
-    _fields_ = [("format", ctypes.c_int64), ("outputs", ctypes.c_int64), ("data", ctypes.c_void_p)]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("format", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale")),
+    ]
 
 
 class FilePieceStruct(ctypes.Structure):
@@ -170,13 +173,43 @@ class BlockLinearStruct(ctypes.Structure):
 class ExpertMatrixStruct(ctypes.Structure):
     """`struct expert_matrix`: a matrix of each expert of a layer."""
 
-    _fields_ = [("format", ctypes.c_int64), ("data", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+    _fields_ = [("format", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("data", "bias", "scales"))]
 
 
 class ExpertSetStruct(ctypes.Structure):
     """`struct expert_set`: the matrices of experts of equal size."""
 
     _fields_ = [("inner", ctypes.c_int64), *((name, ExpertMatrixStruct) for name in ("gate", "up", "down"))]
+
+
+class ExpertRowsStruct(ctypes.Structure):
+    """`struct expert_rows`: where a matrix of a layer's experts is in a file."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("file", "start", "step")]
+
+
+class ExpertSlotStruct(ctypes.Structure):
+    """`struct expert_slot`: an expert in memory."""
+
+    _fields_ = [("owner", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("expert", "used"))]
+
+
+class ExpertStoreStruct(ctypes.Structure):
+    """`struct expert_store`: memory for the experts of a model that are in use."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("memory", "slots")),
+        *((name, ctypes.c_int64) for name in ("bytes", "count", "forwards", "packed", "failed")),
+    ]
+
+
+class StoredExpertsStruct(ctypes.Structure):
+    """`struct stored_experts`: the experts of a layer in a store."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("store", "places")),
+        *((name, ExpertRowsStruct) for name in ("gate", "up", "down")),
+    ]
 
 
 class ExpertsStruct(ctypes.Structure):
@@ -192,6 +225,7 @@ class ExpertsStruct(ctypes.Structure):
         ("reads", ctypes.c_void_p),
         ("num_forced", ctypes.c_int64),
         ("forced", ctypes.c_void_p),
+        ("stored", ctypes.c_void_p),
     ]
 
 
@@ -221,6 +255,10 @@ MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "expert_matrix": ExpertMatrixStruct,
     "expert_set": ExpertSetStruct,
     "experts": ExpertsStruct,
+    "expert_rows": ExpertRowsStruct,
+    "expert_slot": ExpertSlotStruct,
+    "expert_store": ExpertStoreStruct,
+    "stored_experts": StoredExpertsStruct,
     "float_layer": FloatLayerStruct,
 }
 CONSTANTS: Mapping[str, int] = {

@@ -4,8 +4,8 @@ OpenMP threads wait for each other by spinning. If the scheduler leaves two of t
 other through whole time slices, and an operator of microseconds takes milliseconds. `OMP_PROC_BIND=true`, set before
 PyTorch is imported, keeps them apart, and `OMP_PLACES=cores` keeps them off each other's hyperthreads; the command line
 sets both. A container that is granted the time of only some cores gets as many threads, unbound: other containers would
-be bound to the same cores. In a program that runs already, threads that share a core are moved to separate cores once
-and may then run anywhere again.
+be bound to the same cores. A program that runs already gets as many, too; if threads share a core there, they are moved
+to separate cores once and may then run anywhere again.
 
 Binding also pins the thread that imports PyTorch, and all threads that it starts, to the first core; those that do not
 compute are freed again. PyTorch is imported inside functions, because importing it starts OpenMP.
@@ -78,6 +78,17 @@ def free_thread(cores: frozenset[int]) -> None:
             os.sched_setaffinity(0, cores)
 
 
+def limit_threads() -> None:
+    """Compute with no more threads than the container grants cores, unless the user arranged threads."""
+    import torch
+
+    share, threads = share_of_time(), torch.get_num_threads()
+    if share is None or share >= threads or any(name in os.environ for name in CHOSEN):
+        return
+    torch.set_num_threads(max(1, int(share)))
+    log.info("%d threads compute, not %d: the container is granted %g cores", max(1, int(share)), threads, share)
+
+
 def separate_threads(cores: set[int] | None = None) -> bool:
     """Move computing threads apart if two of them stay on one core. Returns whether that was so.
 
@@ -85,16 +96,8 @@ def separate_threads(cores: set[int] | None = None) -> bool:
     """
     import torch
 
-    from slipstream.models.notices import warn_slower  # the command line shows its help without it
-
     if cores is None:
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    share = share_of_time()
-    if share is not None and share < torch.get_num_threads() and not any(name in os.environ for name in CHOSEN):
-        warn_slower(
-            f"{torch.get_num_threads()} threads compute, but the container is granted the time of {share:g} cores; "
-            f"set OMP_NUM_THREADS={max(1, int(share))} before the program starts"
-        )
     if any(name in os.environ for name in CHOSEN) or not 2 <= torch.get_num_threads() <= len(cores):
         return False
     if not _TASKS.is_dir() or step_seconds() < SLOW:

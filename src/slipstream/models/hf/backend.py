@@ -17,6 +17,7 @@ from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import RowSegment
+from slipstream.models.cpu.block_experts import store_of
 from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
 from slipstream.models.decoder.cache import SlotCache, SlotLayer, TreeRows, given_cache, lay_out, tree_rows
@@ -54,6 +55,7 @@ class HFBackend:
         self._takes_positions = "position_ids" in accepted
         self.masks = MaskBuilder(model)
         self._shares_keys = decoder_layers.shares_keys(model)
+        self._store = store_of(self.model)
         self.ragged = self.shape_independent = False
         self.stack: LayerStack | None = None
         self.position_offsets: Tensor | None = None
@@ -264,7 +266,10 @@ class HFBackend:
         # padding may reach beyond the context's end, where learned positions have no row
         positions = positions.clamp(max=self.max_length - 1)
         with texts_are_long(is_long):
-            return self._compute(tokens, positions, masks, keep)
+            logits = self._compute(tokens, positions, masks, keep)
+        if self._store is not None:
+            self._store.check()
+        return logits
 
     def _compute(self, tokens: Tensor, positions: Tensor, masks: Callable[[], Masks], keep: int | Tensor) -> Tensor:
         # the stack's table of rotations ends where the cache does, so it cannot take offsets

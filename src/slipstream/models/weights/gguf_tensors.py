@@ -7,7 +7,9 @@ one core and holds Python's lock. Packing needs neither the lock nor the model, 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,42 +24,61 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.models.cache_folder import panels_folder
 from slipstream.models.cpu.block_experts import ExpertSizes, ExpertStacks, Stack
-from slipstream.models.cpu.block_linear import BlockPart, Table, fits_blocks
+from slipstream.models.cpu.block_linear import BlockPart, Memory, Table, fits_blocks, panels_size
+from slipstream.models.cpu.expert_store import ExpertStore
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 from slipstream.models.cpu.kernel_libraries import block_kernels
-from slipstream.models.cpu.processor import NoKernelsError
+from slipstream.models.cpu.processor import NoKernelsError, memory_bytes
 from slipstream.models.cpu.structs import TYPES, BlockFormat, FilePieceStruct
 from slipstream.models.weights.gguf_architectures import Order, Source, architecture_of, settings_of, source_of
 from slipstream.models.weights.gguf_file import INSTALL, GGUFHeader, TensorEntry, ends_within
 from slipstream.models.weights.gguf_metadata import FACTORS, LONG_FACTORS, SHORT_FACTORS
+from slipstream.models.weights.panel_files import PIECE, mapped_panels, matrix_shape
 from slipstream.models.weights.unused_tensors import refuse_unused
 
+log = logging.getLogger("slipstream")
+
 TABLE, LAYER_TABLE, OUTPUT = "token_embd.weight", "per_layer_token_embd.weight", "output.weight"
-# matrices whose rows are in another order in some models, and routers, whose numbers are read as vectors' are
-NOT_AHEAD = ("attn_q.weight", "attn_k.weight", "ffn_gate_inp.weight")
-PIECE = 1 << 22  # bytes of the file that a thread takes at a time
+ROUTERS = "ffn_gate_inp.weight"  # whose numbers are read as vectors' are
+EXPERTS = "_exps."
+LARGE = 1 / 3  # of the memory: what larger models take comes from a file that the system can drop from the memory
+FILLED = 3 / 4  # of the memory: what weights may fill that the system cannot drop
 UNPACKED = 1 << 24  # numbers that are unpacked at a time
 SUPPORTED = ", ".join(block.name for block in TYPES if block.number >= 0)
 
 
 class PackedAhead:
-    """Packs a file's matrices in threads that start at once. As a context manager it stops them at its end."""
+    """Packs a file's matrices in threads that start at once. As a context manager it stops them at its end.
+
+    Of a large model the panels are mapped from a file. Where that cannot be, `store` is memory for the experts in use.
+    """
 
     def __init__(self, header: GGUFHeader, library: Any) -> None:
         """header: all its matrices must be of types that the kernels take."""
-        entries = [entry for entry in header.tensors.values() if _is_packed(header, entry)]
-        if os.name != "posix":  # the kernels read the file by pread
-            entries = []
-        memory = HugePages()
-        self._parts: dict[str, BlockPart] = {}
-        for entry in entries:
-            assert entry.block is not None
-            shape = prod(entry.shape[:-1]), entry.shape[-1]  # experts follow each other
-            self._parts[entry.name] = BlockPart(entry.block, shape, None, library, memory)
-        by_file = [[entry for entry in entries if entry.file == file] for file in header.parts]
-        self._files = [_FilePieces(group, self._parts) for group in by_file if group]
+        entries = []
+        if os.name == "posix":  # the kernels read the file by pread
+            entries = [entry for entry in header.tensors.values() if _is_packed(header, entry)]
+        size, available = sum(_panels_size(entry, library) for entry in entries), memory_bytes()
+        is_large = available is not None and size > LARGE * available
+        mapped = mapped_panels(header, entries, library) if is_large else None
+        self.store: ExpertStore | None = None
+        if available is not None and is_large and mapped is None:
+            self.store = _expert_store(header, entries, library, available)
+            entries = [entry for entry in entries if self.store is None or EXPERTS not in entry.name]
+        if available is not None and size > available:
+            log.warning(
+                "%s takes %.1f GB, more than the %.1f GB of memory: it is read from the disk again and again, slowly",
+                *(header.file.name, size / 1e9, available / 1e9),
+            )
+        memory: Memory = mapped or HugePages()
+        self._parts = {
+            entry.name: BlockPart(check_kind(entry), matrix_shape(entry), None, library, memory) for entry in entries
+        }
+        by_file = [[entry for entry in entries if entry.file == file and mapped is None] for file in header.parts]
+        self._files = [_FilePieces(group, self._parts, is_large) for group in by_file if group]
         self._library = library
         threads = max(1, torch.get_num_threads()) if self._files else 0
         self._threads = ThreadPoolExecutor(threads or 1, "packing")
@@ -87,7 +108,9 @@ class PackedAhead:
 class _FilePieces:
     """The matrices of one file that are packed, in pieces that threads take in turn."""
 
-    def __init__(self, entries: list[TensorEntry], parts: dict[str, BlockPart]) -> None:
+    def __init__(self, entries: list[TensorEntry], parts: dict[str, BlockPart], drops: bool) -> None:
+        """drops: whether the system is to drop its copy of what was read, for which panels leave no memory."""
+        self._drops = drops
         ranges = [(entry, *rows) for entry in entries for rows in parts[entry.name].steps(PIECE)]
         self._file, self._entries = entries[0].file, [entry for entry, _, _ in ranges]  # an entry for each piece
         structs = (_piece(entry, parts[entry.name], first, last) for entry, first, last in ranges)
@@ -96,7 +119,8 @@ class _FilePieces:
     def pack(self, library: Any) -> None:
         """Pack pieces until all are taken; several threads share the work."""
         with self._file.open("rb", buffering=0) as stream:
-            failed = library.pack_pieces(stream.fileno(), self._pieces, len(self._pieces), ctypes.byref(self._next))
+            shared = self._pieces, len(self._pieces), ctypes.byref(self._next)
+            failed = library.pack_pieces(stream.fileno(), *shared, self._drops)
         if failed < 0:
             return
         entry = self._entries[failed]
@@ -118,7 +142,52 @@ def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
     is_matrix = len(entry.shape) in (2, 3) and 0 not in entry.shape
     if not is_matrix or entry.block is None or not fits_blocks(entry.shape[-1], entry.block):
         return False
-    return not entry.name.endswith(NOT_AHEAD) and not stays_in_file(header, entry.name)
+    sources = architecture_of(header).tensors.values()
+    reordered = [name for source in sources if isinstance(source, Source) and source.order for name in source.names]
+    if entry.name.endswith((ROUTERS, *(f".{name}.weight" for name in reordered))):
+        return False
+    return not stays_in_file(header, entry.name)
+
+
+def _panels_size(entry: TensorEntry, library: Any) -> int:
+    return panels_size(check_kind(entry), matrix_shape(entry), library)
+
+
+def _expert_store(
+    header: GGUFHeader, entries: Sequence[TensorEntry], library: Any, available: int
+) -> ExpertStore | None:
+    """Memory for the experts in use, as much as is left; None if there are no experts, or room for all matrices."""
+    sizes = {entry.name: _panels_size(entry, library) for entry in entries}
+    experts = [entry for entry in entries if EXPERTS in entry.name]
+    others, bytes_of_expert = sum(sizes.values()) - sum(sizes[entry.name] for entry in experts), dict[str, int]()
+    for entry in experts:
+        layer = entry.name.split(".")[1]
+        bytes_of_expert[layer] = bytes_of_expert.get(layer, 0) + sizes[entry.name] // entry.shape[0]
+    largest, most = max(bytes_of_expert.values(), default=0), max((entry.shape[0] for entry in experts), default=0)
+    needed = others + largest * most
+    if needed > FILLED * available:
+        raise header.wrong(
+            f"it takes {needed / 1e9:.1f} GB of memory at once, and its panels cannot be kept in {panels_folder()}",
+            f"{FILLED * available / 1e9:.1f} GB, {FILLED:.0%} of the memory, or {sum(sizes.values()) / 1e9:.1f} GB of "
+            "free space there (SLIPSTREAM_MODELS names another folder)",
+        )
+    if not experts:
+        return None
+    num_slots = min(int((FILLED * available - others) // largest), most * len(bytes_of_expert))
+    return ExpertStore(header.parts, largest, num_slots)
+
+
+def check_single(header: GGUFHeader) -> None:
+    """Raise `NotInBlocksError` if a matrix of the model is made from several tensors, before anything is packed."""
+    for parameter, source in architecture_of(header).tensors.items():
+        if isinstance(source, Source) and len(source.names) > 1 and "experts" not in parameter:
+            ends = tuple(f".{name}.weight" for name in source.names)
+            if any(name.endswith(ends) for name in header.tensors):
+                raise _made_from(parameter, source.names)
+
+
+def _made_from(parameter: str, tensors: Sequence[str]) -> NotInBlocksError:
+    return NotInBlocksError(f"{parameter} is made from {' and '.join(tensors)}; computed with: one tensor as it is")
 
 
 def stays_in_file(header: GGUFHeader, name: str) -> bool:
@@ -163,9 +232,10 @@ class RowsOfFile:
     The file stays open as long as this object lives, so replacing the file on disk does no harm.
     """
 
-    def __init__(self, entry: TensorEntry, library: Any) -> None:
+    def __init__(self, entry: TensorEntry, library: Any, scale: Tensor | None = None) -> None:
+        """scale: see `BlockPart.scale`."""
         self.outputs, self.inputs = entry.shape
-        self._entry, self._library = entry, library
+        self._entry, self._library, self._scale = entry, library, scale
         self._stream, self._lock = entry.file.open("rb", buffering=0), Lock()
         finalize(self, self._stream.close)
 
@@ -185,6 +255,7 @@ class RowsOfFile:
         rows = numpy.frombuffer(read, numpy.uint8).reshape(len(row_numbers), row_bytes)
         shape = len(row_numbers), self.inputs
         packed = BlockPart(block, shape, lambda first, last: rows[first:last], self._library, SmallPages())
+        packed.scale = self._scale
         return packed.rows(torch.arange(len(row_numbers)))
 
 
@@ -251,7 +322,11 @@ class GGUFTensors:
     def unpacked(self, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A parameter [shape] whatever the types of its tensors, in floating point."""
         source, entries = self._source(parameter), self.tensors(parameter)
-        numbers = [self._numbers(entry, torch.float32 if source.change else dtype) for entry in entries]
+        numbers = []
+        for entry in entries:
+            scale = self._scale(entry)
+            tensor = self._numbers(entry, dtype if source.change is None and scale is None else torch.float32)
+            numbers.append(tensor if scale is None else tensor * scale.view(-1, *[1] * (tensor.dim() - 1)))
         try:
             if source.change is not None:
                 joined = source.change(self._settings, numbers)
@@ -282,6 +357,17 @@ class GGUFTensors:
             numbers[first : first + step] = piece
         return numbers.view(entry.shape)
 
+    def _scale(self, entry: TensorEntry) -> Tensor | None:
+        """What multiplies all numbers of a matrix [1], or those of each expert [experts]; None if the file has none."""
+        name = f"{entry.name.removesuffix('.weight')}.scale"
+        scale = self.header.tensors.get(name)
+        # some architectures have a parameter of this name
+        if scale is None or len(entry.shape) < 2 or name.split(".", 2)[-1] in self._architecture.tensors.values():
+            return None
+        self._used.add(name)
+        self.check_shape(scale, (entry.shape[0] if len(entry.shape) == 3 else 1,))
+        return self._numbers(scale, torch.float32)
+
     def check_shape(self, entry: TensorEntry, shape: tuple[int, ...], joined: tuple[int, ...] | None = None) -> None:
         """Refuse a tensor of another shape than the configuration says. joined: with its parts, if any."""
         if (joined or entry.shape) != shape:
@@ -302,6 +388,7 @@ class GGUFTensors:
         entry, order, columns = self._matrix(parameter, shape)
         packed = self._ahead.part(entry.name) if self._ahead is not None and order is None else None
         part = packed or self._reader.part(entry, library, self._memory, order)
+        part.scale = self._scale(entry)
         if columns is not None:
             part.inputs_from = torch.from_numpy(numpy.argsort(columns))
         return part
@@ -310,11 +397,12 @@ class GGUFTensors:
         """A matrix of the file [shape] of which single rows are needed."""
         entry, order, _ = self._matrix(parameter, shape)
         if order is None and stays_in_file(self.header, entry.name):
-            return RowsOfFile(entry, library)
+            return RowsOfFile(entry, library, self._scale(entry))
         return self.part(parameter, shape, library)
 
     def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
         """The matrices and biases of a block's experts as the file has them, whatever their order in the model."""
+        store = None if self._ahead is None else self._ahead.store
 
         def stacks(parameter: str, outputs: int, inputs: int, matrices: int) -> list[Stack]:
             entries = self.tensors(f"{block}.experts.{parameter}")
@@ -323,23 +411,29 @@ class GGUFTensors:
             rows, result = matrices * outputs // len(entries), list[Stack]()
             for entry, bias_entry in zip(entries, biases, strict=True):
                 self.check_shape(entry, (sizes.experts, rows, inputs))
-                check_kind(entry)
+                kind, row_bytes = check_kind(entry), cast(int, entry.row_bytes)
                 part = self._ahead.part(entry.name) if self._ahead is not None else None
-                if part is None:
+                if part is None and store is None:
                     matrix = replace(entry, shape=(sizes.experts * rows, inputs))
                     part = self._reader.part(matrix, library, self._memory, None)
-                bias = None
+                bias, scales = None, self._scale(entry)
                 if bias_entry is not None:
                     self.check_shape(bias_entry, (sizes.experts, rows))
                     bias = self._numbers(bias_entry, torch.float32)
                 for first in range(0, rows, outputs):
                     part_bias = None if bias is None else bias[:, first : first + outputs].contiguous()
-                    result.append(Stack.rows_of(part, sizes.experts, first, outputs, part_bias))
+                    if part is not None:
+                        stack = Stack.rows_of(part, sizes.experts, first, outputs, part_bias)
+                    else:
+                        assert store is not None
+                        in_file = store.rows(entry.file, entry.start + first * row_bytes, rows * row_bytes)
+                        stack = Stack(kind, [0] * sizes.experts, [], part_bias, in_file)
+                    result.append(replace(stack, scales=scales))
             return result
 
         gate, up = stacks("gate_up_proj", sizes.inner, sizes.hidden, 2)
         (down,) = stacks("down_proj", sizes.hidden, sizes.inner, 1)
-        return ExpertStacks(gate, up, down)
+        return ExpertStacks(gate, up, down, store)
 
     def _matrix(self, parameter: str, shape: tuple[int, int]) -> tuple[TensorEntry, Any, Any]:
         """The tensor of a matrix, and the file's row of each row and column of each column; None for the same order.
@@ -348,8 +442,7 @@ class GGUFTensors:
         """
         source, entries = self._source(parameter), self.tensors(parameter)
         if len(entries) > 1 or source.change is not None:
-            names = " and ".join(entry.name for entry in entries)
-            raise NotInBlocksError(f"{parameter} is made from {names}; computed with: one tensor as it is")
+            raise _made_from(parameter, [entry.name for entry in entries])
         (entry,) = entries
         self.check_shape(entry, shape)
         if not fits_blocks(shape[1], check_kind(entry)):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError, UsageError, os_reason
-from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cache_folder import PANELS, cache_folder, panels_folder
 from slipstream.models.weights.model_files import EMBEDDED, is_gguf, list_models, not_loaded
 
 log = logging.getLogger("slipstream")
@@ -28,17 +28,15 @@ PICKLED = ("pytorch_model*.bin", "adapter_model.bin")  # of repositories without
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on the disk. num_bytes: of its weights, or of its folder in Hugging Face's cache; modified: in seconds
-    since 1970; place: "slipstream" or "hugging face", whose cache it is in; remove: deletes it.
-    """
+    """A model on the disk."""
 
     name: str
-    num_bytes: int
-    modified: float
+    num_bytes: int  # of its weights, or of its folder in Hugging Face's cache
+    modified: float  # seconds since 1970
     architecture: str
     folder: Path
-    place: str
-    remove: Callable[[], None]
+    place: str  # the cache it is in, "slipstream" or "hugging face"; "packed": matrices of a GGUF file
+    remove: Callable[[], None]  # deletes it
 
     def to_dict(self) -> dict[str, Any]:
         """The model as values that JSON knows."""
@@ -48,7 +46,7 @@ class StoredModel:
 
 def stored_models() -> list[StoredModel]:
     """The models of both caches, by name. Logs a warning where Hugging Face's cannot be read."""
-    return sorted([*_in_cache_folder(), *_in_hub_cache()], key=lambda model: model.name.lower())
+    return sorted([*_in_cache_folder(), *_packed(), *_in_hub_cache()], key=lambda model: model.name.lower())
 
 
 def _in_cache_folder() -> list[StoredModel]:
@@ -71,6 +69,14 @@ def _remover(name: str, folder: Path) -> Callable[[], None]:
         folder.with_name(f"{name}.gguf").unlink(missing_ok=True)  # the file it was made from
 
     return remove
+
+
+def _packed() -> list[StoredModel]:
+    models = []
+    for file in panels_folder().glob(f"*{PANELS}"):
+        status = file.stat()
+        models.append(StoredModel(file.name, status.st_size, status.st_mtime, "", file, "packed", file.unlink))
+    return models
 
 
 def _in_hub_cache() -> list[StoredModel]:

@@ -4,11 +4,12 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "tile_permission.h"
 
 void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
-int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count, _Atomic int64_t *next);
+int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count, _Atomic int64_t *next, int32_t drops);
 void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
 void whole_layer(const struct float_layer *layer, const struct kv_cache *memory, const float *hidden,
                        int64_t tokens, const float *cosines, const float *sines, float *out, float *space);
@@ -39,11 +40,11 @@ static struct block_part packed(int64_t format, uint8_t *rows, int64_t outputs, 
     memset(data, 0, panels);
     pack_panels(format, rows, outputs, inputs, data, 1);
     free(rows);
-    return (struct block_part){format, outputs, data};
+    return (struct block_part){format, outputs, data, NULL};
 }
 
-/* A part of random blocks, whose float16 numbers have small exponents. */
-static struct block_part part_of(int64_t format, int64_t outputs, int64_t inputs) {
+/* Rows of random blocks, whose float16 numbers have small exponents. */
+static uint8_t *rows_of(int64_t format, int64_t outputs, int64_t inputs) {
     const struct shape *of = &SHAPES[format];
     int64_t size = outputs * inputs / of->size * of->bytes, blocks = size / of->bytes;
     uint8_t *rows = malloc(size);
@@ -56,7 +57,11 @@ static struct block_part part_of(int64_t format, int64_t outputs, int64_t inputs
         else if (format != NVFP4) block[place + 1] = 0x24;
         if (has_minimum) block[place + 3] = 0x20;
     }
-    return packed(format, rows, outputs, inputs);
+    return rows;
+}
+
+static struct block_part part_of(int64_t format, int64_t outputs, int64_t inputs) {
+    return packed(format, rows_of(format, outputs, inputs), outputs, inputs);
 }
 
 /* A random part of groups, or of numbers: codes of 4 bits, and numbers with small exponents. */
@@ -120,9 +125,9 @@ static void exercise_file(int64_t format, int64_t outputs, int64_t inputs) {
         {format, 1, inputs, start + outputs * row, got},
     };
     _Atomic int64_t next = 0;
-    if (pack_pieces(fileno(file), pieces, 2, &next) != -1 || memcmp(expected, got, size)) wrong++;
+    if (pack_pieces(fileno(file), pieces, 2, &next, 1) != -1 || memcmp(expected, got, size)) wrong++;
     next = 2;
-    if (pack_pieces(fileno(file), pieces, 3, &next) != 2) wrong++;
+    if (pack_pieces(fileno(file), pieces, 3, &next, 0) != 2) wrong++;
     fclose(file), free(rows), free(expected), free(got);
 }
 
@@ -191,7 +196,7 @@ static struct expert_set set_of(struct block_part *parts, const uint8_t **data, 
                                   : grouped_part(format % KINDS, format / KINDS, outputs, inputs);
             data[m * count + e] = part->data;
         }
-        matrices[m] = (struct expert_matrix){format, data + m * count, bias};
+        matrices[m] = (struct expert_matrix){format, data + m * count, bias, NULL};
     }
     return (struct expert_set){inner, matrices[0], matrices[1], matrices[2]};
 }
@@ -233,6 +238,120 @@ static void exercise_experts(const int64_t *formats, int64_t planes, int is_sigm
     free((void *)router.data), free(x), free(bias), free(gate), free(weights);
 }
 
+/* Two layers whose experts are packed when they are used, in memory for one layer's and filled with what is no panel:
+ * the bits of the same layers in memory. If the file is cut, all results are NaN. */
+static void exercise_store(const int64_t *formats) {
+    enum { LAYERS = 2, COUNT = 5, USED = 2, HIDDEN = 256, TOKENS = 11 };
+    FILE *file = tmpfile();
+    const float scales[COUNT] = {1, 0.5f, 3, 0.7f, 1};
+    int64_t sizes[3], slot_bytes = 0, at = 13, reads = 0;
+    for (int m = 0; m < 3; m++) sizes[m] = HIDDEN / LANES * panel_bytes(formats[m], HIDDEN), slot_bytes += sizes[m];
+    struct block_part parts[LAYERS][3 * COUNT], router = grouped_part(F32, 0, COUNT, HIDDEN);
+    const uint8_t *in_memory[LAYERS][3 * COUNT], *packed_later[LAYERS][3 * COUNT] = {{NULL}};
+    struct expert_slot slots[COUNT] = {{NULL, 0, 0}};
+    uint8_t *memory = aligned_alloc(64, COUNT * slot_bytes);
+    memset(memory, 0xA5, COUNT * slot_bytes);
+    struct expert_store store = {memory, slots, slot_bytes, COUNT, 0, 0, 0};
+    struct stored_experts stored[LAYERS];
+    struct experts layers[LAYERS], later[LAYERS];
+    int64_t place_of[LAYERS][COUNT];
+    float *weights = numbers(COUNT * HIDDEN, 1);
+    for (int64_t i = 0; i < HIDDEN; i++)
+        for (int64_t e = 0; e < COUNT; e++) memcpy((uint8_t *)router.data + (i * LANES + e) * 4, weights + e * HIDDEN + i, 4);
+    fseek(file, at, SEEK_SET);
+    for (int l = 0; l < LAYERS; l++) {
+        struct expert_rows rows[3];
+        struct expert_matrix matrices[3], absent[3];
+        for (int m = 0; m < 3; m++) {
+            int64_t bytes = HIDDEN * row_bytes(formats[m], HIDDEN);
+            rows[m] = (struct expert_rows){fileno(file), at, bytes};
+            for (int e = 0; e < COUNT; e++, at += bytes) {
+                uint8_t *random = rows_of(formats[m], HIDDEN, HIDDEN);
+                fwrite(random, 1, bytes, file);
+                parts[l][m * COUNT + e] = packed(formats[m], random, HIDDEN, HIDDEN);
+                in_memory[l][m * COUNT + e] = parts[l][m * COUNT + e].data;
+            }
+            matrices[m] = (struct expert_matrix){formats[m], in_memory[l] + m * COUNT, NULL, scales};
+            absent[m] = (struct expert_matrix){formats[m], packed_later[l] + m * COUNT, NULL, scales};
+        }
+        for (int e = 0; e < COUNT; e++) place_of[l][e] = -1;
+        stored[l] = (struct stored_experts){&store, place_of[l], rows[0], rows[1], rows[2]};
+        layers[l] = (struct experts){
+            .hidden = HIDDEN, .count = COUNT, .used = USED, .planes = 1, .router = router,
+            .routed = {HIDDEN, matrices[0], matrices[1], matrices[2]}, .normalises = 1, .factor = 1, .slope = 1,
+            .limit = INFINITY, .reads = &reads,
+        };
+        later[l] = layers[l], later[l].stored = stored + l;
+        later[l].routed = (struct expert_set){HIDDEN, absent[0], absent[1], absent[2]};
+    }
+    fflush(file);
+    float *x = numbers(TOKENS * HIDDEN, 3), *out = malloc(TOKENS * HIDDEN * sizeof *out), *expected = malloc(TOKENS * HIDDEN * sizeof *out);
+    int32_t chosen[TOKENS * USED];
+    for (int64_t turn = 0; turn < 12; turn++) {
+        int64_t tokens = turn % 3 == 2 ? TOKENS : 1 + turn % 2, l = turn % LAYERS;
+        const float *from = x + (TOKENS - tokens) * HIDDEN;
+        uint8_t *space = aligned_alloc(64, experts_scratch(layers + l, tokens)), *more = aligned_alloc(64, experts_scratch(later + l, tokens));
+        multiply_experts(layers + l, from, tokens, NULL, chosen, expected, space);
+        multiply_experts(later + l, from, tokens, NULL, chosen, out, more);
+        wrong += memcmp(out, expected, tokens * HIDDEN * sizeof *out) != 0;
+        free(space), free(more);
+    }
+    wrong += store.packed <= COUNT || store.failed;
+    wrong += ftruncate(fileno(file), 1000) != 0;
+    for (int l = 0; l < LAYERS; l++) {
+        uint8_t *space = aligned_alloc(64, experts_scratch(later + l, TOKENS));
+        multiply_experts(later + l, x, TOKENS, NULL, chosen, out, space);
+        for (int64_t i = 0; i < TOKENS * HIDDEN && store.failed; i++) wrong += !isnan(out[i]);
+        free(space);
+    }
+    wrong += !store.failed;
+    for (int l = 0; l < LAYERS; l++)
+        for (int i = 0; i < 3 * COUNT; i++) free((void *)parts[l][i].data);
+    free((void *)router.data), free(memory), free(weights), free(x), free(out), free(expected), fclose(file);
+}
+
+/* Random bytes, and runs of ones, as blocks. */
+static struct block_part hostile_part(int64_t format, int64_t outputs, int64_t inputs) {
+    int64_t size = outputs * row_bytes(format, inputs);
+    uint8_t *rows = malloc(size);
+    for (int64_t i = 0; i < size; i++) rows[i] = i % 97 < 20 ? 0xFF : next_byte();
+    return packed(format, rows, outputs, inputs);
+}
+
+static float *hostile_numbers(int64_t count) {
+    const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-45f, -0.0f, 65504};
+    float *made = numbers(count, 3);
+    for (int64_t i = 0; i < count; i += 61) made[i] = odd[i / 61 % 8];
+    return made;
+}
+
+/* Blocks and activations as a damaged file gives them: no result is wrong, but none may reach beyond its memory. */
+static void exercise_hostile(int64_t format, int64_t planes) {
+    enum { COUNT = 4, USED = 2, SIZE = 256, MOST_TOKENS = 19 };
+    struct block_part part = hostile_part(format, 37, SIZE), parts[3 * COUNT], router = hostile_part(F32, COUNT, SIZE);
+    struct block_linear w = {SIZE, 37, 1, &part, NULL};
+    const uint8_t *data[3 * COUNT];
+    for (int i = 0; i < 3 * COUNT; i++) parts[i] = hostile_part(format, SIZE, SIZE), data[i] = parts[i].data;
+    int64_t reads = 0, outputs[] = {0, 36};
+    float *bias = hostile_numbers(COUNT * SIZE), *x = hostile_numbers(MOST_TOKENS * SIZE), *out = malloc(MOST_TOKENS * SIZE * sizeof *out);
+    struct experts of = {
+        .hidden = SIZE, .count = COUNT, .used = USED, .planes = planes, .router = router, .router_bias = bias,
+        .routed = {SIZE, {format, data, bias}, {format, data + COUNT, NULL}, {format, data + 2 * COUNT, bias}},
+        .is_sigmoid = format % 2, .normalises = planes % 2, .factor = 1.5f, .slope = 1, .limit = 7, .reads = &reads,
+    };
+    unpack_rows(&part, SIZE, outputs, 2, out);
+    for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens += 3) {
+        uint8_t *space = malloc(activation_bytes(SIZE, tokens, planes)), *more = aligned_alloc(64, experts_scratch(&of, tokens));
+        int32_t chosen[MOST_TOKENS * USED];
+        multiply_blocks(&w, x, tokens, planes, out, space);
+        multiply_experts(&of, x, tokens, NULL, chosen, out, more);
+        for (int64_t i = 0; i < tokens * USED; i++) wrong += chosen[i] < 0 || chosen[i] >= COUNT || (i % USED && chosen[i] <= chosen[i - 1]);
+        free(space), free(more);
+    }
+    for (int i = 0; i < 3 * COUNT; i++) free((void *)parts[i].data);
+    free((void *)part.data), free((void *)router.data), free(bias), free(x), free(out);
+}
+
 int main(void) {
     ask_for_tiles();
     exercise_halves();
@@ -271,6 +390,11 @@ int main(void) {
     };
     for (int i = 0; i < 6; i++)
         for (int64_t planes = 1; planes <= 2; planes++) exercise_experts(mixed[i], planes, i % 2);
+    for (int i = 0; i < 6; i++)
+        if (mixed[i][0] < INT4 && mixed[i][1] < INT4 && mixed[i][2] < INT4) exercise_store(mixed[i]);
+    for (int64_t format = 0; format < FORMATS; format++)
+        for (int64_t planes = 1; planes <= 2; planes++)
+            exercise_hostile(SHAPES[format].size ? format : format + KINDS * GROUP, planes);
     free(bias);
     if (wrong) printf("%d results are wrong\n", wrong);
     return wrong > 0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 
 import numpy
@@ -218,3 +219,15 @@ def test_the_best_instruction_set_is_chosen_unless_another_is_named() -> None:
 
 def test_the_layout_of_structs_is_the_compilers() -> None:
     check_layout(LIBRARY)
+
+
+@pytest.mark.parametrize("kind, is_rounded", [("F16", False), ("F32", False), ("BF16", False), ("Q8_0", True)])
+def test_activations_are_rounded_only_for_codes(kind: str, is_rounded: bool) -> None:
+    block, x = BY_NAME[kind], TOKENS[:5, :64].contiguous()
+    raw = random_blocks(block, 32, 64, 3) if is_rounded else numpy.zeros((32, 64 * block.bytes), numpy.uint8)
+    layer = BlockLinear([part_of(block, raw, 64, LIBRARY)], None, "int8")
+    assert LIBRARY is not None
+    space = torch.full((LIBRARY.activation_bytes(64, 5, 1),), 0xA5, dtype=torch.uint8)
+    out = torch.empty(5, 32)
+    LIBRARY.multiply_blocks(ctypes.byref(layer.weights), x.data_ptr(), 5, 1, out.data_ptr(), space.data_ptr())
+    assert bool((space == 0xA5).all()) is not is_rounded

@@ -54,6 +54,7 @@ const struct entry layout[] = {
     OFFSET(segment, keep),
 
     SIZE_OF(block_part), OFFSET(block_part, format), OFFSET(block_part, outputs), OFFSET(block_part, data),
+    OFFSET(block_part, scale),
 
     SIZE_OF(file_piece), OFFSET(file_piece, format), OFFSET(file_piece, rows), OFFSET(file_piece, inputs),
     OFFSET(file_piece, start), OFFSET(file_piece, to),
@@ -62,6 +63,7 @@ const struct entry layout[] = {
     OFFSET(block_linear, num_parts), OFFSET(block_linear, parts), OFFSET(block_linear, bias),
 
     SIZE_OF(expert_matrix), OFFSET(expert_matrix, format), OFFSET(expert_matrix, data), OFFSET(expert_matrix, bias),
+    OFFSET(expert_matrix, scales),
 
     SIZE_OF(expert_set), OFFSET(expert_set, inner), OFFSET(expert_set, gate), OFFSET(expert_set, up),
     OFFSET(expert_set, down),
@@ -71,7 +73,18 @@ const struct entry layout[] = {
     OFFSET(experts, routed), OFFSET(experts, shared), OFFSET(experts, is_sigmoid), OFFSET(experts, normalises),
     OFFSET(experts, floor), OFFSET(experts, factor), OFFSET(experts, slope), OFFSET(experts, cubic),
     OFFSET(experts, limit), OFFSET(experts, shift), OFFSET(experts, reads), OFFSET(experts, num_forced),
-    OFFSET(experts, forced),
+    OFFSET(experts, forced), OFFSET(experts, stored),
+
+    SIZE_OF(expert_rows), OFFSET(expert_rows, file), OFFSET(expert_rows, start), OFFSET(expert_rows, step),
+
+    SIZE_OF(expert_slot), OFFSET(expert_slot, owner), OFFSET(expert_slot, expert), OFFSET(expert_slot, used),
+
+    SIZE_OF(expert_store), OFFSET(expert_store, memory), OFFSET(expert_store, slots), OFFSET(expert_store, bytes),
+    OFFSET(expert_store, count), OFFSET(expert_store, forwards), OFFSET(expert_store, packed),
+    OFFSET(expert_store, failed),
+
+    SIZE_OF(stored_experts), OFFSET(stored_experts, store), OFFSET(stored_experts, places),
+    OFFSET(stored_experts, gate), OFFSET(stored_experts, up), OFFSET(stored_experts, down),
 
     OFFSETS_OF_LAYER(float_layer), OFFSET(float_layer, planes),
 

@@ -136,10 +136,11 @@ enum {
 #define NAME_OF_TYPE(name, number, size, bytes, panel) name,
 enum format { TYPES(NAME_OF_TYPE) FORMATS, KINDS = 64 };
 
-/* Outputs of one format. data: panels, see above. */
+/* Outputs of one format. data: panels, see above. scale: a number that multiplies all weights; NULL: 1. */
 struct block_part {
     int64_t format, outputs;
     const uint8_t *data;
+    const float *scale;
 };
 
 /* Rows of a file, a multiple of 16 except at the end of a part. start: the place of their first byte in the file; to:
@@ -156,17 +157,46 @@ struct block_linear {
     const float *bias;
 };
 
-/* A matrix of each expert of a layer. data: where the panels of each begin. bias: [experts][outputs] or NULL. */
+/* A matrix of each expert of a layer. data: where the panels of each begin. bias: [experts][outputs] or NULL. scales:
+ * [experts], what multiplies all weights of each, or NULL. */
 struct expert_matrix {
     int64_t format;
     const uint8_t *const *data;
-    const float *bias;
+    const float *bias, *scales;
 };
 
 /* Experts of equal size: gate and up [inner][hidden], down [hidden][inner]. */
 struct expert_set {
     int64_t inner;
     struct expert_matrix gate, up, down;
+};
+
+/* Where the matrix of a layer's first expert begins in a file, and how many bytes further each next one does. */
+struct expert_rows {
+    int64_t file, start, step;
+};
+
+/* An expert in memory, which `owner` has; used: by which forward last. */
+struct expert_slot {
+    struct stored_experts *owner;
+    int64_t expert, used;
+};
+
+/* Memory for the experts of a model that are in use: `count` slots of `bytes` bytes. An expert is packed when a forward
+ * needs it and no slot holds it, in the slot that was used least recently. forwards: how many there were, of all layers;
+ * packed: how many experts they packed; failed: whether a file could not be read. */
+struct expert_store {
+    uint8_t *memory;
+    struct expert_slot *slots;
+    int64_t bytes, count, forwards, packed;
+    _Atomic int64_t failed;
+};
+
+/* The experts of a layer in a store. places: of each expert, the number of its slot, or -1. */
+struct stored_experts {
+    struct expert_store *store;
+    int64_t *places;
+    struct expert_rows gate, up, down;
 };
 
 /* The feed-forward part of a layer of which each token uses some experts. See blocks/experts.c.
@@ -178,7 +208,8 @@ struct expert_set {
  * factor sigmoid(shared_gate * x), or 1; none if `inner` is 0. The activation is
  * g / (1 + exp(-(slope * g + cubic * g^3))) * (u + shift), where g is at most `limit` and u lies within it. reads: how
  * many experts' matrices have been read so far, the shared one not counted. forced: NULL, or [num_forced][used]: the
- * experts that tokens use instead, different ones for each token; after the last token's come the first one's again. */
+ * experts that tokens use instead, different ones for each token; after the last token's come the first one's again.
+ * stored: where the routed experts are packed when they are needed; NULL if all are in memory. */
 struct experts {
     int64_t hidden, count, used, planes;
     struct block_part router;
@@ -188,6 +219,7 @@ struct experts {
     float floor, factor, slope, cubic, limit, shift;
     int64_t *reads, num_forced;
     const int32_t *forced;
+    struct stored_experts *stored;
 };
 
 /* out [tokens][hidden] = the experts' sum for x [tokens][hidden]. chosen: [tokens][used], which were used, ascending; NULL

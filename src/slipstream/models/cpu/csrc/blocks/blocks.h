@@ -82,6 +82,10 @@ struct packing {
 };
 void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
 
+/* Packs a piece of a file, in this thread; returns 0 if the file does not hold it or there is no memory. Not for Windows.
+ */
+int pack_piece(int file, const struct file_piece *piece);
+
 /* How the activations of a product are divided: into tiles of so many tokens. in_rows: whether a tile has a row for
  * each token, as AMX needs; else it has words of four inputs, token by token. See activations.c. */
 struct tiling {
@@ -130,6 +134,12 @@ void panel_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t ro
                 const uint8_t *x, const float *plain, float *sums);
 void begin_tiles(int64_t tokens);
 void end_tiles(void);
+
+/* Multiplies the sums of so many tokens, if there is a scale. */
+static inline void scale_sums(const float *scale, int64_t rows, float *sums) {
+    for (int64_t i = 0; scale && i < rows; i++)
+        store_floats(sums + i * LANES, multiply_floats(load_floats(sums + i * LANES), all_floats(*scale)));
+}
 
 /* What `panel_sums` calls: for 1 to 8 tokens in words; for a tile in rows, of 12 or 16 tokens, which there are none of
  * without AMX; and for numbers, of 1 to 8 tokens. */

@@ -5,7 +5,8 @@
  * expert's last. Each expert that some token has chosen is read once, for all its tokens.
  *
  * Threads wait for each other after the logits, after the choice (and, for several tokens, after their inputs are
- * copied to the tiles of their experts), and between the two products. 32 outputs of gate and up are quantised by the
+ * copied to the tiles of their experts, and after experts that are not in memory are packed), and between the two
+ * products. 32 outputs of gate and up are quantised by the
  * thread that has computed them.
  */
 #include <math.h>
@@ -29,8 +30,9 @@ struct turn {
     float *plain_gated;
 };
 
-/* A forward of tokens, `before` of which come earlier. logits, scores: [tokens][count, rounded up to 16], then the factor
- * of the shared expert: [tokens]. weights, chosen: [tokens][used]. quantised: the tokens in tiles of one each. turns: of the routed experts, ascending, and of the shared
+/* A forward of tokens, `before` of which come earlier. absent: the experts that must be packed first. logits, scores:
+ * [tokens][count, rounded up to 16], then the factor of the shared expert: [tokens]. weights, chosen: [tokens][used].
+ * quantised: the tokens in tiles of one each. turns: of the routed experts, ascending, and of the shared
  * one. gathered, plain_gathered, gated, plain_gated: memory for all turns. */
 struct forward {
     const struct experts *of;
@@ -39,12 +41,12 @@ struct forward {
     int32_t *chosen;
     float *out;
     float *logits, *scores, *weights, *shared;
-    int64_t *begins, num_routed, num_turns;
+    int64_t *begins, *absent, num_absent, num_routed, num_turns;
     struct token_row *rows;
     struct turn *turns;
     uint8_t *quantised, *gathered, *gated;
     float *plain_gathered, *plain_gated;
-    struct shares of_router, of_inner, of_outputs;
+    struct shares of_router, of_packing, of_inner, of_outputs;
 };
 
 static int reads_integers(const struct expert_set *of) { return !has_numbers(of->gate.format) || !has_numbers(of->up.format); }
@@ -67,6 +69,7 @@ static int64_t lay_out(struct forward *f, uint8_t *space) {
     TAKE(f->chosen, routed * 4);
     TAKE(f->shared, shared * 4);
     TAKE(f->begins, (of->count + 1) * 8);
+    TAKE(f->absent, (of->stored ? least(of->count, routed) : 0) * 8);
     TAKE(f->rows, rows * (int64_t)sizeof *f->rows);
     TAKE(f->turns, (least(of->count, routed) + 1) * (int64_t)sizeof *f->turns);
     TAKE(f->quantised, of->hidden / GROUP * group_bytes(of->planes, f->tokens));
@@ -233,6 +236,63 @@ static void sort_rows(struct forward *f) {
     add_turn(f, &of->shared, 0, routed, f->tokens, &next);
 }
 
+/* Gives each routed expert of a forward that is not in memory a slot, and lists it. */
+static void claim_slots(struct forward *f) {
+    const struct expert_set *set = &f->of->routed;
+    struct stored_experts *stored = f->of->stored;
+    struct expert_store *store = stored->store;
+    const struct expert_matrix *matrices[] = {&set->gate, &set->up, &set->down};
+    int64_t now = ++store->forwards;
+    for (int64_t i = 0; i < f->num_routed; i++) {
+        int64_t place = stored->places[f->turns[i].expert];
+        if (place >= 0) store->slots[place].used = now;
+    }
+    f->num_absent = 0;
+    for (int64_t i = 0; i < f->num_routed; i++) {
+        int64_t expert = f->turns[i].expert, oldest = 0;
+        if (stored->places[expert] >= 0) continue;
+        for (int64_t s = 1; s < store->count; s++)
+            if (store->slots[s].used < store->slots[oldest].used) oldest = s;
+        struct expert_slot *slot = store->slots + oldest;
+        if (slot->owner) slot->owner->places[slot->expert] = -1;
+        *slot = (struct expert_slot){stored, expert, now};
+        stored->places[expert] = oldest;
+        const uint8_t *at = store->memory + oldest * store->bytes;
+        for (int m = 0; m < 3; m++) {
+            int64_t outputs = m < 2 ? set->inner : f->of->hidden, inputs = m < 2 ? f->of->hidden : set->inner;
+            ((const uint8_t **)matrices[m]->data)[expert] = at, at += outputs / LANES * panel_bytes(matrices[m]->format, inputs);
+        }
+        f->absent[f->num_absent++] = expert;
+    }
+    store->packed += f->num_absent;
+}
+
+/* Packs the listed experts. Once a file could not be read, all results are NaN. */
+static void pack_absent(const struct member *me, struct forward *f) {
+#ifndef _WIN32
+    const struct expert_set *set = &f->of->routed;
+    struct stored_experts *stored = f->of->stored;
+    int64_t inner = set->inner / LANES, panels = 2 * inner + f->of->hidden / LANES, count = f->num_absent * panels, tried = 0;
+    for (int64_t item; (item = take_item(me, &f->of_packing, count, &tried)) < count;) {
+        int64_t expert = f->absent[item / panels], panel = item % panels, m = panel < inner ? 0 : panel < 2 * inner ? 1 : 2;
+        const struct expert_matrix *of = m == 0 ? &set->gate : m == 1 ? &set->up : &set->down;
+        const struct expert_rows *rows = m == 0 ? &stored->gate : m == 1 ? &stored->up : &stored->down;
+        int64_t inputs = m < 2 ? f->of->hidden : set->inner;
+        panel -= m * inner;
+        struct file_piece piece = {
+            of->format, LANES, inputs, rows->start + expert * rows->step + panel * LANES * row_bytes(of->format, inputs),
+            (uint8_t *)of->data[expert] + panel * panel_bytes(of->format, inputs),
+        };
+        if (!pack_piece((int)rows->file, &piece)) atomic_store(&stored->store->failed, 1);
+    }
+    wait_for_team(me);
+#endif
+    if (!atomic_load(&f->of->stored->store->failed)) return;
+    int64_t routed = f->tokens * f->of->used, end = share_of(me, routed, me->number + 1);
+    for (int64_t i = share_of(me, routed, me->number); i < end; i++) f->rows[i].weight = NAN;
+    wait_for_team(me);
+}
+
 /* Copies the inputs of each turn to its own memory. */
 static void gather_all(const struct member *me, const struct forward *f) {
     int64_t hidden = f->of->hidden, groups = hidden / GROUP;
@@ -262,6 +322,7 @@ static void multiply_tile(const struct expert_matrix *of, int64_t outputs, int64
                           const struct turn *turn, const uint8_t *x, const float *plain, float *sums) {
     const uint8_t *data = of->data[turn->expert] + panel * panel_bytes(of->format, inputs);
     panel_sums(of->format, data, inputs, rows, &turn->tiling, x, plain, sums);
+    scale_sums(of->scales ? of->scales + turn->expert : NULL, rows, sums);
     if (!of->bias) return;
     floats bias = load_floats(of->bias + turn->expert * outputs + panel * LANES);
     for (int64_t i = 0; i < rows; i++) store_floats(sums + i * LANES, add_floats(load_floats(sums + i * LANES), bias));
@@ -378,8 +439,10 @@ static void compute_experts(const struct member *me, void *given) {
     if (me->number == 0) {
         for (int64_t t = 0; t < f->tokens && f->tokens <= FEW; t++) choose_for(f, t);
         sort_rows(f);
+        if (f->of->stored) claim_slots(f);
     }
     wait_for_team(me);
+    if (f->of->stored && (f->num_absent || atomic_load(&f->of->stored->store->failed))) pack_absent(me, f);
     if (f->tokens > 1) gather_all(me, f);
     gate_all(me, f);
     sum_all(me, f);

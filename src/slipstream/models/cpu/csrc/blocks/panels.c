@@ -5,6 +5,7 @@
 
 #ifndef _WIN32
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <unistd.h>
 #endif
@@ -238,6 +239,7 @@ void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *o
         const uint8_t *panel = part->data + outputs[row] / LANES * panel_bytes(part->format, inputs);
         if (has_numbers(part->format)) unpack_numbers(part->format, panel, outputs[row] % LANES, inputs, to);
         else unpack_codes(part->format, panel, outputs[row] % LANES, inputs, to);
+        for (int64_t i = 0; part->scale && i < inputs; i++) to[i] *= *part->scale;
     }
 }
 
@@ -252,7 +254,7 @@ static int read_whole(int file, uint8_t *to, int64_t size, int64_t at) {
     return 1;
 }
 
-static int pack_piece(int file, const struct file_piece *piece) {
+int pack_piece(int file, const struct file_piece *piece) {
     int64_t row = row_bytes(piece->format, piece->inputs);
     uint8_t *rows = malloc((size_t)(LANES * row));
     int packed = rows != NULL;
@@ -267,11 +269,18 @@ static int pack_piece(int file, const struct file_piece *piece) {
 }
 
 /* Packs the pieces that no thread has taken yet; `*next` is the first. To be called in every thread that shall help.
- * Touches nothing but the file and the pieces' own panels. Returns -1, or the number of a piece that the file does not
- * hold as a whole or for which there was no memory. */
-int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count, _Atomic int64_t *next) {
-    for (int64_t number; (number = take(next)) < count;)
-        if (!pack_piece(file, pieces + number)) return number;
+ * Touches nothing but the file and the pieces' own panels. drops: whether the system is to drop its copy of what was
+ * read. Returns -1, or the number of a piece that the file does not hold as a whole or for which there was no memory. */
+int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count, _Atomic int64_t *next, int32_t drops) {
+    for (int64_t number; (number = take(next)) < count;) {
+        const struct file_piece *piece = pieces + number;
+        if (!pack_piece(file, piece)) return number;
+#ifdef POSIX_FADV_DONTNEED
+        if (drops) posix_fadvise(file, (off_t)piece->start, (off_t)(piece->rows * row_bytes(piece->format, piece->inputs)), POSIX_FADV_DONTNEED);
+#else
+        (void)drops;
+#endif
+    }
     return -1;
 }
 #endif

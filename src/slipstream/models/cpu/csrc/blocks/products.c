@@ -105,13 +105,16 @@ static void multiply_panel(const struct product *of, const struct chunk *in, int
     const float *plain = of->x.floats ? of->x.floats + done * w->inputs : NULL;
     int64_t rows = least(of->tiling.tokens, of->tokens - done), there = least(LANES, part->outputs - panel * LANES);
     panel_sums(part->format, data, w->inputs, rows, &of->tiling, x, plain, sums);
+    scale_sums(part->scale, rows, sums);
     for (int64_t i = 0; i < rows; i++) store(of, done + i, in->of.first + panel * LANES, there, sums + i * LANES);
 }
 
 static void multiply_in_team(const struct member *me, void *given) {
     struct product *of = given;
     int64_t tile = of->tiling.tokens;
-    quantise(me, of->x, of->w->inputs, of->tokens, &of->tiling, of->space);
+    int has_codes = 0;
+    for (int64_t i = 0; i < of->w->num_parts; i++) has_codes |= !has_numbers(of->w->parts[i].format);
+    if (has_codes) quantise(me, of->x, of->w->inputs, of->tokens, &of->tiling, of->space);
     if (of->tiling.in_rows) begin_tiles(tile);
     struct chunks chunks = chunks_of(me, of);
     for (struct chunk chunk; (chunk = take_chunk(&chunks)).of.part;)
@@ -128,7 +131,7 @@ void multiply_blocks(const struct block_linear *w, const float *x, int64_t token
 
 /* Activations have one plane; results are rounded once. */
 void multiply_blocks_bf16(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint8_t *space) {
-    struct block_part part = {w->format, w->outputs, w->data};
+    struct block_part part = {w->format, w->outputs, w->data, NULL};
     struct block_linear layer = {w->inputs, w->outputs, 1, &part, NULL};
     struct product product = {&layer, {NULL, x}, tokens, tiling_of(tokens, 1), NULL, out, w->bias, space, {{0}}};
     if (tokens) in_team(multiply_in_team, &product);

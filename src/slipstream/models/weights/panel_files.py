@@ -1,0 +1,193 @@
+"""Packed matrices of a GGUF file in a file of the cache folder, which is mapped into memory.
+
+A model that would take more than a third of the memory is packed once into such a file. Further starts read nothing but
+what they use, and the system can take the memory back at any time, so that a model may be larger than the memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from slipstream.durable_files import locked, replaced
+from slipstream.errors import os_reason
+from slipstream.models.cache_folder import PANELS, panels_folder
+from slipstream.models.cpu.block_linear import BlockPart, panels_size
+from slipstream.models.cpu.huge_pages import SmallPages
+from slipstream.models.cpu.structs import LANES, BlockFormat, FilePieceStruct
+from slipstream.models.notices import TimeLeft, progress_bar
+from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, ends_within
+
+log = logging.getLogger("slipstream")
+
+SAMPLE = 4096  # bytes of each tensor that tell files with equal headers apart
+PROBE_INPUTS = 512
+PIECE = 1 << 22  # bytes of the GGUF file that a thread packs at a time
+LARGEST_SHARE = 0.9  # of the free space on the disk
+
+
+def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
+    """Rows and columns of a matrix, or of a layer's experts one after the other."""
+    return prod(entry.shape[:-1]), entry.shape[-1]
+
+
+class MappedPanels:
+    """The panels of a file, handed out in the order in which they were written."""
+
+    def __init__(self, file: Path) -> None:
+        with file.open("rb") as stream:
+            pages = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        numbers = numpy.frombuffer(pages, numpy.uint8)
+        memory: Any = (ctypes.c_uint8 * len(numbers)).from_address(numbers.ctypes.data)
+        memory.owner = numbers  # PyTorch takes no memory that cannot be written, so it is not told
+        self._rest = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        panels, self._rest = self._rest[:size], self._rest[size:]
+        return panels
+
+
+def mapped_panels(header: GGUFHeader, entries: Sequence[TensorEntry], library: Any) -> MappedPanels | None:
+    """The panels of these matrices of a file, written first where they are not yet.
+
+    None where the cache folder has no room for them or cannot be written, of which a warning tells.
+    """
+    source = _identity(header, entries)
+    file = panels_folder() / f"{header.stem}-{source}-{_layout(entries, library)}{PANELS}"
+    size = sum(_size(entry, library) for entry in entries)
+    if not _is_whole(file, size):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = locked(file.with_suffix(".lock"), wait=True)
+            assert lock is not None
+            try:
+                if not _is_whole(file, size):  # else another process has written it meanwhile
+                    _make_room(file, f"{header.stem}-{source}-", size)
+                    _write(file, header, entries, library)
+                    if _identity(header, entries) != source:
+                        file.unlink()
+                        raise header.wrong("it was changed while it was read", "a file that stays as it is")
+            finally:
+                lock.release()
+        except OSError as error:
+            log.warning(
+                "%s takes %.1f GB, and its panels cannot be kept in %s: %s",
+                *(header.file.name, size / 1e9, file.parent, os_reason(error)),
+            )
+            return None
+    return MappedPanels(file)
+
+
+def _size(entry: TensorEntry, library: Any) -> int:
+    return panels_size(_block(entry), matrix_shape(entry), library)
+
+
+def _block(entry: TensorEntry) -> BlockFormat:
+    assert entry.block is not None
+    return entry.block
+
+
+def _is_whole(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size
+
+
+def _identity(header: GGUFHeader, entries: Sequence[TensorEntry]) -> str:
+    """A digest of the header, of when the file was last changed, and of a sample of each matrix."""
+    digest = hashlib.sha256(header.digest.encode())
+    for part in header.parts:
+        with part.open("rb", buffering=0) as stream:
+            status = os.fstat(stream.fileno())
+            digest.update(f"{status.st_size} {status.st_mtime_ns} ".encode())
+            for entry in entries:
+                if entry.file == part:
+                    digest.update(entry.name.encode())
+                    stream.seek(entry.start)
+                    digest.update(stream.read(min(SAMPLE, entry.num_bytes)))
+    return digest.hexdigest()[:16]
+
+
+def _layout(entries: Sequence[TensorEntry], library: Any) -> str:
+    """A digest of how the kernels arrange panels of the types of these matrices."""
+    digest = hashlib.sha256()
+    for block in sorted({_block(entry) for entry in entries}, key=lambda block: block.code):
+        row_bytes = PROBE_INPUTS // block.size * block.bytes
+        rows = (numpy.arange(LANES * row_bytes) * 7919 >> 3).astype(numpy.uint8).reshape(LANES, row_bytes)
+
+        def read(first: int, last: int, rows: Any = rows) -> Any:
+            return rows[first:last]
+
+        digest.update(BlockPart(block, (LANES, PROBE_INPUTS), read, library, SmallPages()).data.numpy().tobytes())
+    return digest.hexdigest()[:8]
+
+
+def _make_room(file: Path, prefix: str, size: int) -> None:
+    """Remove what was interrupted or is out of date; raise OSError where a file of this size has no room."""
+    for other in file.parent.iterdir():
+        name = other.name
+        if name.startswith(f".{file.name}.") or (name.startswith(prefix) and name.endswith(PANELS)):
+            other.unlink(missing_ok=True)
+    free = shutil.disk_usage(file.parent).free
+    if size > LARGEST_SHARE * free:
+        raise OSError(f"{free / 1e9:.1f} GB of the disk are free")
+
+
+def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], library: Any) -> None:
+    ends = list(accumulate(_size(entry, library) for entry in entries))
+    pieces = [piece for entry, end in zip(entries, ends, strict=True) for piece in _pieces(entry, end, library)]
+    name, size = header.file.name, ends[-1]
+    message = f"packing {name!r} into {file} ({size / 1e9:.1f} GB, once) ..."
+    with replaced(file) as partial, partial.open("wb", buffering=0) as output:
+        output.truncate(size)
+        sources = {part: part.open("rb", buffering=0) for part in header.parts}
+        try:
+            with progress_bar(f"packing {name!r} (once)", message, TimeLeft(), total=len(pieces)) as progress:
+
+                def pack(piece: tuple[TensorEntry, FilePieceStruct, int, int]) -> None:
+                    entry, struct, place, num_bytes = piece
+                    panels = torch.zeros(num_bytes, dtype=torch.uint8)
+                    struct.to, taken = panels.data_ptr(), ctypes.c_int64(0)
+                    descriptor = sources[entry.file].fileno()
+                    if library.pack_pieces(descriptor, ctypes.byref(struct), 1, ctypes.byref(taken), 1) >= 0:
+                        raise ends_within(entry)
+                    rest = panels.numpy().data
+                    while rest:
+                        count = os.pwrite(output.fileno(), rest, place)
+                        rest, place = rest[count:], place + count
+                    progress.advance(progress.task_ids[0])
+
+                with ThreadPoolExecutor(torch.get_num_threads(), "packing") as threads:
+                    tasks = [threads.submit(pack, piece) for piece in pieces]
+                    try:
+                        for task in tasks:
+                            task.result()
+                    finally:
+                        threads.shutdown(cancel_futures=True)
+        finally:
+            for source in sources.values():
+                source.close()
+
+
+def _pieces(entry: TensorEntry, end: int, library: Any) -> Iterator[tuple[TensorEntry, FilePieceStruct, int, int]]:
+    """A matrix's rows, and where their panels go and how many bytes they are. end: where its last panel ends."""
+    block, (outputs, inputs) = _block(entry), matrix_shape(entry)
+    panel_bytes, row_bytes = library.panel_bytes(block.code, inputs), inputs // block.size * block.bytes
+    start = end - _size(entry, library)
+    step = max(PIECE // row_bytes // LANES, 1) * LANES
+    for first in range(0, outputs, step):
+        rows = min(step, outputs - first)
+        struct = FilePieceStruct(block.code, rows, inputs, entry.start + first * row_bytes, None)
+        yield entry, struct, start + first // LANES * panel_bytes, -(-rows // LANES) * panel_bytes
