@@ -7,7 +7,7 @@ is the specification. `csrc/blocks/experts.c` computes it: a token's result does
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -285,9 +285,32 @@ def same_choices(experts: Iterable[BlockExperts]) -> Iterator[None]:
     finally:
         for block in experts:
             block.force(None)
+
+
 def store_of(model: nn.Module) -> ExpertStore | None:
     """Where a model's experts are packed when they are used; None if all its weights are in memory."""
     return next((experts.stacks.store for experts in experts_of(model)), None)
+
+
+class ModelExperts:
+    """The blocks of experts of a model, counted together; see `Experts`."""
+
+    def __init__(self, blocks: Sequence[BlockExperts]) -> None:
+        self._blocks, struct = blocks, blocks[0].struct
+        self.layers, self.count, self.used = len(blocks), struct.count, struct.used
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelExperts | None:
+        """Those of a model; None if it has none that the kernels compute, or layers differ in their number."""
+        blocks = experts_of(model)
+        return cls(blocks) if len({(block.struct.count, block.struct.used) for block in blocks}) == 1 else None
+
+    def num_read(self) -> int:
+        return self._blocks[0].reads.count
+
+    def force(self, choice: Tensor | None) -> None:
+        for block in self._blocks:
+            block.force(choice)
 
 
 class ModuleTensors:
