@@ -180,7 +180,11 @@ class HFTokenizer:
 
         names = {token.content for token in self.inner.added_tokens_decoder.values()}
         told = getattr(self.inner, "response_template", None)
-        return answer_form_choice.Template("\n".join(sorted(self._templates())), render, names, told)
+        try:
+            texts = sorted(self._templates())
+        except UsageError:  # several templates, of which none is for chats; `chat` refuses them
+            texts = []
+        return answer_form_choice.Template("\n".join(texts), render, names, told)
 
     @cached_property
     def _answer_form(self) -> AnswerForm:
@@ -203,13 +207,20 @@ class HFTokenizer:
         return dict(zip(self.inner.convert_ids_to_tokens(ids), ids, strict=True))
 
     @cached_property
-    def _hidden_ids(self) -> frozenset[int]:
-        """The special tokens that are no marks of the answer's form."""
+    def _mark_ids(self) -> frozenset[int]:
+        """The special tokens that are marks of the answer's form."""
         marks = self._answer_form.marks
-        return frozenset(token for name, token in self.special_tokens().items() if name not in marks)
+        return frozenset(token for name, token in self.special_tokens().items() if name in marks)
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        """The other tokens without text."""
+        unknown = self.inner.unk_token_id
+        has_text = unknown is None or bool(self.decode([unknown]))
+        return self.special_ids().union(() if has_text else (unknown,)) - self._mark_ids
 
     def decode_marked(self, ids: Sequence[int]) -> str:
-        if self._hidden_ids == self.special_ids():
+        if not self._mark_ids:
             return self.decode(ids)
         shown = [token for token in ids if token not in self._hidden_ids]
         return str(self.inner.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
