@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import regex
 
@@ -412,7 +412,7 @@ class _Literals:
             self.fail_at_end()
         return self.text[self.place]
 
-    def fail_at_end(self) -> None:
+    def fail_at_end(self) -> NoReturn:
         if not self.is_end:
             raise _Unfinished
         raise ValueError

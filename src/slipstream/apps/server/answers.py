@@ -177,7 +177,7 @@ class ChatWriter(AnswerWriter):
 
     def __init__(self, live: LiveRequest, fields: ChatFields, facts: ModelFacts) -> None:
         super().__init__(live, fields, facts)
-        self._tools = () if fields.tool_choice == "none" else fields.tools or ()
+        self._tools: Sequence[dict[str, Any]] = () if fields.tool_choice == "none" else fields.tools or ()
         self._several = fields.parallel_tool_calls is not False
         self._readers = [self._reader(choice) for choice in self.choices]
         self._num_calls = [0 for _ in self.choices]
@@ -194,7 +194,7 @@ class ChatWriter(AnswerWriter):
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
         """New text, thoughts and calls, with log-probabilities; after the last calls, a part with finish_reason."""
         reader, reason = self._readers[piece.choice], piece.finish_reason
-        delta = {"content": piece.text} if piece.text else {}
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
         if reader is not None:
             pieces = reader.push(piece.tokens) + ([] if reason is None else reader.end())
             choice.thought_tokens = reader.num_thought_tokens
