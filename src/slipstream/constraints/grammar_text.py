@@ -26,6 +26,7 @@ TOO_EXPENSIVE = "its expressions take too much computation"
 SHOWN = 240  # characters of llguidance's reason
 DEEPEST = 1000  # llguidance reads grammars recursively; on a stack of 8 MiB it fails beyond 1,500 or more
 DEEPEST_JSON = 120  # llguidance reads JSON of at most 128 levels, a few of which hold the schema
+PARTS = '{"grammars"'  # the beginning of a grammar in parts, as JSON
 # strings, comments, expressions, tokens
 LARK_PART = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>"\s]+>')
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -131,10 +132,8 @@ def lark_grammar(text: str, schemas: Mapping[str, str], whitespace: str) -> str:
 
 def behind(preamble: str, grammar: str) -> str:
     """A grammar whose text follows a `thought`, which rules of Lark describe."""
-    try:
-        parts = json.loads(grammar)["grammars"]
-    except ValueError:  # llguidance leaves Lark as it is
-        parts = [{"lark_grammar": grammar}]
+    # llguidance leaves Lark as it is
+    parts = json.loads(grammar)["grammars"] if grammar.startswith(PARTS) else [{"lark_grammar": grammar}]
     head = {"lark_grammar": f"start: thought @constrained\n{preamble}"}
     return json.dumps({"grammars": [head, parts[0] | {"name": "constrained"}, *parts[1:]]})
 
@@ -152,10 +151,9 @@ def in_lark(grammar: str, named: Callable[[str], str]) -> str:
     def rewritten(lark: str) -> str:
         return LARK_PART.sub(lambda part: named(part[0]) if part[0][0] == "<" else part[0], lark)
 
-    try:
-        parts = json.loads(grammar)["grammars"]
-    except ValueError:
+    if not grammar.startswith(PARTS):
         return rewritten(grammar)
+    parts = json.loads(grammar)["grammars"]
     parts = [
         part | {"lark_grammar": rewritten(part["lark_grammar"])} if part.get("lark_grammar") else part for part in parts
     ]
