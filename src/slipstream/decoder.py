@@ -43,7 +43,7 @@ from slipstream.text.requests import (
     read_ids,
     read_prompts,
 )
-from slipstream.text.results import AsyncStream, Chunk, Result, Stream, chunks_of, result_of, with_calls
+from slipstream.text.results import AsyncStream, Chunk, Result, Stream, chunks_of, result_of, with_parts
 from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, Tokenizer
 from slipstream.wiring.engine_choice import EngineChoice, check_names, choose_engine, name_of
 from slipstream.wiring.model_pair import ModelPair
@@ -285,7 +285,7 @@ class SpeculativeDecoder:
             if prompts.single and groups[0][0].error is not None:
                 raise groups[0][0].error
             results = [replace(next(texts), alternatives=[next(texts) for _ in group[1:]]) for group in groups]
-            return [with_calls(result, self.tokenizer, form.tools) for result in results]
+            return [with_parts(result, self.tokenizer, form.tools) for result in results]
 
     def _chunks(self, prompt: Prompt, params: Any, chat: bool, form: ChatForm) -> Generator[Chunk, None, Result]:
         prompts = read_prompts(prompt)
@@ -295,7 +295,7 @@ class SpeculativeDecoder:
         row = self.rows(prompts.items, params, chat=chat, form=form)[0]
         yield from self._in_turns(chunks_of(row, self.run([row]), self.tokenizer))
         with self._use:
-            return with_calls(self.result(row), self.tokenizer, form.tools)
+            return with_parts(self.result(row), self.tokenizer, form.tools)
 
     def batch(self, source: Any, output: Any, params: SamplingParams | None = None, **options: Any) -> JobReport:
         """Answer a file of requests, or a list of dictionaries, into a file; called again, it continues.

@@ -20,7 +20,7 @@ stops = st.lists(st.text(st.sampled_from("ab€"), min_size=1, max_size=4), min_
 
 
 def pieces(ids: list[int]) -> list[str]:
-    stream = TextStream(TOKENIZER)
+    stream = TextStream(TOKENIZER.decode)
     return [*map(stream.push, ids), stream.flush()]
 
 
@@ -36,7 +36,7 @@ def test_a_streamed_text_arrives_in_whole_characters(text: str) -> None:
 @modest
 @given(texts)
 def test_character_is_shown_with_its_last_byte(text: str) -> None:
-    stream, shown = TextStream(TOKENIZER), ""
+    stream, shown = TextStream(TOKENIZER.decode), ""
     for character in text:
         for byte in TOKENIZER.encode(character):
             shown += stream.push(byte)
@@ -51,7 +51,7 @@ def test_a_stream_of_any_ids_adds_up_to_decode(ids: list[int]) -> None:
 
 
 def test_half_a_character_is_shown_only_at_the_end() -> None:
-    stream = TextStream(TOKENIZER)
+    stream = TextStream(TOKENIZER.decode)
     assert [stream.push(byte) for byte in "a€".encode()[:-1]] == ["a", "", ""]
     assert stream.flush() == BROKEN
     assert stream.flush() == ""
@@ -66,7 +66,7 @@ def test_stream_decodes_a_bounded_number_of_tokens_at_a_time() -> None:
             return super().decode(ids)
 
     tokenizer = Counting()
-    stream = TextStream(tokenizer)
+    stream = TextStream(tokenizer.decode)
     assert "".join(map(stream.push, "né€😀".encode() * 100)) == "né€😀" * 100
     assert tokenizer.longest <= 40
 

@@ -12,6 +12,7 @@ hide or cause a failure.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.constraints.constraint import Constraint
-from slipstream.constraints.grammar_text import LIMITS, TOO_EXPENSIVE, Limits, allowed, load_llguidance, reason
+from slipstream.constraints.grammar_text import LIMITS, TOO_EXPENSIVE, Limits, allowed, in_lark, load_llguidance, reason
 from slipstream.core.kv_slots import common_beginning
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
@@ -106,9 +107,11 @@ class CompiledGrammars:
                 self._saved.move_to_end(constraint.text)
                 return saved[0]
 
+        grammar = in_lark(constraint.text, self._named)
+
         def new_matcher(step_cost: int) -> Any:
             limits = self.limits.parser_limits(step_cost)
-            return load_llguidance().LLMatcher(tokenizer, constraint.text, log_level=0, limits=limits)
+            return load_llguidance().LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
         # outside the lock, so that other threads need not wait
         compiled = CompiledGrammar(constraint.text, new_matcher, self.limits)
@@ -120,6 +123,14 @@ class CompiledGrammars:
             while len(self._saved) > SAVED or sum(size for _, size in self._saved.values()) > SAVED_MEGABYTES:
                 self._saved.popitem(last=False)
         return compiled
+
+    def _named(self, token: str) -> str:
+        """An added token in a grammar: as text if it stands for text, as <tool_call> does in some vocabularies."""
+        return json.dumps(token, ensure_ascii=False) if token.encode() in self._vocabulary.ids else token
+
+    @cached_property
+    def _vocabulary(self) -> ByteVocabulary:
+        return byte_vocabulary(self.model, self.vocab_size)
 
     @property
     def _end_ids(self) -> tuple[int, ...]:
@@ -134,7 +145,7 @@ class CompiledGrammars:
             )
         library = load_llguidance()
         try:
-            wrapper = library.TokenizerWrapper(_Vocabulary(byte_vocabulary(self.model, self.vocab_size)))
+            wrapper = library.TokenizerWrapper(_Vocabulary(self._vocabulary))
         except UsageError as error:
             raise UsageError(
                 f"constraint: model {self.model.name!r}: {error}; allowed: models whose tokens can be read as bytes"

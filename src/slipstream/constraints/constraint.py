@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.checks import arguments_named, changed_repr, is_text
-from slipstream.constraints.grammar_text import WHITESPACE, choice_grammar, json_grammar, lark_grammar, regex_grammar
+from slipstream.constraints.grammar_text import (
+    WHITESPACE,
+    behind,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
 from slipstream.constraints.grammar_trial import check_grammar
 from slipstream.errors import UsageError
 
@@ -44,6 +51,7 @@ class Constraint:
     grammar: str | None = None
     schemas: Mapping[str, Mapping[str, Any] | str] = field(default_factory=dict)
     whitespace: str = "compact"
+    preamble: str = ""  # rules of Lark that describe, as `thought`, what precedes the text
     text: str = field(init=False, repr=False, compare=False)  # the constraint as a grammar of llguidance
     megabytes: int = field(init=False, repr=False, compare=False)  # memory of the compiled grammar; 0 if not measured
 
@@ -61,7 +69,8 @@ class Constraint:
             raise UsageError(f"constraint: schemas with {kinds[0]}; allowed: with a grammar that names them")
         if self.whitespace != "compact" and not (kinds[0].startswith("json") or self.schemas):
             raise UsageError(f"constraint: whitespace={self.whitespace!r} with {kinds[0]}; allowed: with JSON alone")
-        object.__setattr__(self, "text", self._grammar(kinds[0]))
+        text = self._grammar(kinds[0])
+        object.__setattr__(self, "text", behind(self.preamble, text) if self.preamble else text)
         # the schema as it was given, as the patterns of formats compile fast
         expression = self.regex if self.json_schema is None else _schema("json_schema", self.json_schema)
         trial = check_grammar(kinds[0], self.text, expression or self.text)
@@ -102,6 +111,7 @@ class Constraint:
         value = getattr(self, kind)
         more: dict[str, Any] = {"schemas": dict(self.schemas)} if self.schemas else {}
         more |= {"whitespace": self.whitespace} if kind.startswith("json") or self.schemas else {}
+        more |= {"preamble": self.preamble} if self.preamble else {}
         return {kind: list(value) if kind == "choice" else value} | more
 
 

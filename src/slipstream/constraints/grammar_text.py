@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ TOO_EXPENSIVE = "its expressions take too much computation"
 SHOWN = 240  # characters of llguidance's reason
 DEEPEST = 1000  # llguidance reads grammars recursively; on a stack of 8 MiB it fails beyond 1,500 or more
 DEEPEST_JSON = 120  # llguidance reads JSON of at most 128 levels, a few of which hold the schema
+PARTS = '{"grammars"'  # the beginning of a grammar in parts, as JSON
+# strings, comments, expressions, tokens
+LARK_PART = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>"\s]+>')
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 REFERENCE = re.compile(r'"\$(?:dynamic|recursive)?[Rr]ef": ?("(?:[^"\\]|\\.)*")')
 ESCAPES = '"\\bfnrt'  # all but \u, by which a key could be written in a second way
@@ -125,6 +128,36 @@ def lark_grammar(text: str, schemas: Mapping[str, str], whitespace: str) -> str:
         json.loads(json_grammar(schema, whitespace))["grammars"][0] | {"name": name} for name, schema in schemas.items()
     ]
     return json.dumps({"grammars": [{"lark_grammar": text}, *named]})
+
+
+def behind(preamble: str, grammar: str) -> str:
+    """A grammar whose text follows a `thought`, which rules of Lark describe."""
+    # llguidance leaves Lark as it is
+    parts = json.loads(grammar)["grammars"] if grammar.startswith(PARTS) else [{"lark_grammar": grammar}]
+    head = {"lark_grammar": f"start: thought @constrained\n{preamble}"}
+    return json.dumps({"grammars": [head, parts[0] | {"name": "constrained"}, *parts[1:]]})
+
+
+def without_tokens(grammar: str) -> str:
+    """A grammar with text in place of special tokens, which a vocabulary of bytes does not have."""
+    return in_lark(grammar, lambda name: "/x/")
+
+
+def in_lark(grammar: str, named: Callable[[str], str]) -> str:
+    """A grammar with its special tokens, such as <|end|> or <[5]>, in another form."""
+    if "<" not in grammar:
+        return grammar
+
+    def rewritten(lark: str) -> str:
+        return LARK_PART.sub(lambda part: named(part[0]) if part[0][0] == "<" else part[0], lark)
+
+    if not grammar.startswith(PARTS):
+        return rewritten(grammar)
+    parts = json.loads(grammar)["grammars"]
+    parts = [
+        part | {"lark_grammar": rewritten(part["lark_grammar"])} if part.get("lark_grammar") else part for part in parts
+    ]
+    return json.dumps({"grammars": parts})
 
 
 def reason(message: str) -> str:

@@ -22,7 +22,16 @@ from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
 
-from slipstream.constraints.grammar_text import LIMITS, MEGABYTES, SECONDS, TIMED_OUT, allowed, load_llguidance, reason
+from slipstream.constraints.grammar_text import (
+    LIMITS,
+    MEGABYTES,
+    SECONDS,
+    TIMED_OUT,
+    allowed,
+    load_llguidance,
+    reason,
+    without_tokens,
+)
 from slipstream.errors import SlipstreamError, UsageError
 
 WALL_SECONDS = 20  # until a trial is ended on a busy machine, or on one that cannot limit a process's processor time
@@ -58,7 +67,7 @@ def check_grammar(kind: str, grammar: str, expression: str) -> Trial:
         trial = Trial(messages[0] if is_wrong else "")
     else:
         load_llguidance()
-        trial = _trials().of(grammar)
+        trial = _trials().of(without_tokens(grammar))
     if trial.problem:
         raise UsageError(f"constraint: {kind}: {reason(trial.problem)}; allowed: {allowed(trial.problem, kind)}")
     return trial

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from slipstream.jobs.job_lines import Line, is_openai
 from slipstream.models.loaded import Loaded
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.requests import Prompt, read_conversation, read_form
-from slipstream.text.results import Result, logprobs_dict, result_of, with_calls
+from slipstream.text.results import Result, logprobs_dict, result_of, with_parts
 from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, Tokenizer
 from slipstream.wiring.model_pair import fingerprint_of
 
@@ -193,7 +193,7 @@ class PlainRequest:
         if failed is not None:
             raise failed
         tokenizer = self.reader.tokenizer
-        results = [with_calls(result_of(row, tokenizer, lossless=True), tokenizer, self.tools) for row in self.rows]
+        results = [with_parts(result_of(row, tokenizer, lossless=True), tokenizer, self.tools) for row in self.rows]
         first, others = self._text(results[0]), [self._text(result) for result in results[1:]]
         return (
             {"id": self.line.id}
@@ -210,8 +210,10 @@ class PlainRequest:
             answer["token_ids"] = result.token_ids
         if result.logprobs is not None:
             answer["logprobs"] = [logprobs_dict(entry) for entry in result.logprobs]
+        if result.reasoning:
+            answer |= {"reasoning": result.reasoning, "content": result.content}
         if self.tools:
-            answer["tool_calls"] = [asdict(call) for call in result.tool_calls]
+            answer["tool_calls"] = [call.to_dict() for call in result.tool_calls]
         return answer
 
 

@@ -78,6 +78,7 @@ class SamplingParams:
     )
     logits_processors: Sequence[Processor] = setting((), "stateless Hugging Face LogitsProcessors")
     constraint: Constraint | None = setting(None, "what the text must be: JSON by a schema, a regular expression, ...")
+    thinking_token_budget: int | None = setting(None, "end the model's thought after this many tokens")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -103,6 +104,8 @@ class SamplingParams:
             raise UsageError(f"n={self.n}; allowed: 1 with temperature=0, where all texts would be equal")
         if self.num_draft_tokens is not None:
             check_whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+        if self.thinking_token_budget is not None:
+            check_whole("thinking_token_budget", self.thinking_token_budget, 0)
         self._check_prediction()
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos={self.ignore_eos!r}; allowed: True or False")
@@ -210,6 +213,7 @@ class SamplingOptions(TypedDict, total=False):
     prediction: str | Sequence[int] | None
     logits_processors: Sequence[Processor]
     constraint: Constraint | None
+    thinking_token_budget: int | None
 
 
 def params_from(params: Any, options: SamplingOptions) -> Any:

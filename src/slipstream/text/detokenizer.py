@@ -5,7 +5,7 @@ This module knows neither models nor sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import cast
 
@@ -25,8 +25,8 @@ class TextStream:
     Only the latest ids are decoded, so the cost per token does not grow with the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
         self._ids: tuple[int, ...] = ()  # those that are decoded
         self._num_shown = 0  # of these: their text was returned, and they give context to the others
         self._shown = ""  # the text of these
@@ -35,7 +35,7 @@ class TextStream:
         """The text that these tokens complete, without a token that leaves a character incomplete at the end."""
         num_earlier, self._ids = len(self._ids), (*self._ids, *tokens)
         for end in range(len(self._ids), num_earlier, -1):
-            text = self._tokenizer.decode(self._ids[:end])
+            text = self._decode(self._ids[:end])
             if len(text) <= len(self._shown):
                 break
             if not text.endswith(BROKEN):
@@ -46,13 +46,13 @@ class TextStream:
         """The remaining text at the end, incomplete characters included."""
         if self._num_shown == len(self._ids):
             return ""
-        return self._show(len(self._ids), self._tokenizer.decode(self._ids))
+        return self._show(len(self._ids), self._decode(self._ids))
 
     def _show(self, end: int, text: str) -> str:
         piece = text[len(self._shown) :]
         if end > MAX_CONTEXT:  # what this piece came from is context enough for the next
             self._ids, end = self._ids[self._num_shown :], end - self._num_shown
-            text = self._tokenizer.decode(self._ids[:end])
+            text = self._decode(self._ids[:end])
         self._num_shown, self._shown = end, text
         return piece
 
@@ -119,7 +119,7 @@ class RowText:
     """The text of one row: its tokens are read as they are committed, and its first stop string cuts it."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self._stream, self._stops = TextStream(tokenizer), StopStrings(stops)
+        self._stream, self._stops = TextStream(tokenizer.decode), StopStrings(stops)
         self._text, self._num_taken = "", 0
 
     def find_stop(self, tokens: Sequence[int], first: int = 1) -> int | None:

@@ -18,14 +18,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.checks import counted
-from slipstream.constraints.compiled_grammars import CompiledGrammars
+from slipstream.constraints.compiled_grammars import CompiledGrammars, constraint_of
+from slipstream.constraints.thought_budget import ThoughtBudget
 from slipstream.core.rng import key
 from slipstream.core.types import Row
 from slipstream.errors import UsageError, first_line
 from slipstream.sampling.params import SamplingOptions, SamplingParams
+from slipstream.text.answer_reader import begins_in_thought, ends_thought, thought_preamble
 from slipstream.text.detokenizer import read_as_committed
 from slipstream.tokenization.byte_vocabulary import RunningModel
-from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, Tokenizer, TokenizerDetails, check_text
+from slipstream.tokenization.tokenizer import (
+    PLAIN_CHAT,
+    AnswerTokenizer,
+    ChatForm,
+    Tokenizer,
+    TokenizerDetails,
+    check_text,
+)
 
 ALLOWED = "a text, a list of token ids or a list of chat messages"
 MEDIA = ("pixel", "image", "video", "audio", "input_features", "input_values")  # in names of what processors return
@@ -374,9 +383,29 @@ class RequestReader:
                 raise UsageError(f"stop={list(params.stop_strings)!r} needs a tokenizer; allowed: stop_token_ids")
             read_as_committed(row, self.target.tokenizer)
         row.prediction = self._prediction(params)
-        if params.constraint is not None:
-            row.constraint = self.grammars.constraint(params.constraint, ends)
+        if (constraint := params.constraint) is not None:
+            answers = self.target.tokenizer
+            if not constraint.preamble and isinstance(answers, AnswerTokenizer) and begins_in_thought(answers, tokens):
+                constraint = replace(constraint, preamble=thought_preamble(answers, tokens, with_text=True))
+            row.constraint = self.grammars.constraint(constraint, ends)
+        self._limit_thought(row, params.thinking_token_budget)
         return row
+
+    def _limit_thought(self, row: Row, budget: int | None) -> None:
+        """Give a row its budget of thought, if its model writes thoughts."""
+        tokenizer = self.target.tokenizer
+        if budget is None or not isinstance(tokenizer, AnswerTokenizer):
+            return
+        thought, prompt = tokenizer.answer_form().thought, row.tokens
+        if thought is not None and not ends_thought(tokenizer, prompt):
+            row.constraint = ThoughtBudget(
+                tokenizer,
+                budget,
+                self.target.backend.vocab_size,
+                constraint_of(row),
+                is_open=begins_in_thought(tokenizer, prompt),
+                end=tokenizer.bare(thought.forced_end),
+            )
 
     def _messages(self, prompt: Any, chat: bool) -> list[Message] | None:
         tokenizer = self.target.tokenizer

@@ -16,9 +16,11 @@ from slipstream.checks import counted
 from slipstream.core.rounds import FinishReason, Origin, Round, RowDraft, TokenLogprobs
 from slipstream.core.types import Row
 from slipstream.errors import UsageError, one_line
+from slipstream.text.answer_reader import answer_tokenizer, begins_in_thought
 from slipstream.text.detokenizer import TokenTexts, new_text, read_as_committed, text_of
 from slipstream.text.round_view import RoundLines, percent, round_lines, to_html
-from slipstream.tokenization.tokenizer import Tokenizer, ToolCall, ToolCallParser
+from slipstream.tokenization.answer_parser import AnswerParser, AnswerPiece
+from slipstream.tokenization.tokenizer import Tokenizer, ToolCall
 
 SHOWN = 40  # characters of a text in a repr
 
@@ -167,7 +169,7 @@ class Result:
     """The answer to a prompt. token_ids exclude the prompt; text is cut before a stop string; `str` is the text.
 
     alternatives: the other n - 1 texts of a request with n > 1, each a `Result` with the seed that repeats it.
-    tool_calls: the calls that an answer makes, if tools were given; their texts are part of `text` as well.
+    `text` is all of it; `reasoning`, `content` and `tool_calls` are its parts.
     """
 
     text: str
@@ -180,7 +182,22 @@ class Result:
     error: str | None = None
     alternatives: list[Result] = field(default_factory=list)
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
-    tool_calls: tuple[ToolCall, ...] = ()
+    parts: tuple[AnswerPiece, ...] | None = field(default=None, repr=False)  # None: all of it is content
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it answered, without marks."""
+        return "".join(piece.text for piece in self.parts or () if piece.kind == "thought")
+
+    @property
+    def content(self) -> str:
+        """The text without thoughts and calls."""
+        return self.text if self.parts is None else "".join(p.text for p in self.parts if p.kind == "text")
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of the tools that were given."""
+        return tuple(piece.call for piece in self.parts or () if piece.call is not None)
 
     def __str__(self) -> str:
         return self.text
@@ -203,13 +220,13 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tokenizer as JSON values; `stats` with its ratios, each of `rounds` as a dictionary."""
-        plain = ("text", "token_ids", "finish_reason", "error", "seed", "prompt_token_ids")
+        plain = ("text", "reasoning", "content", "token_ids", "finish_reason", "error", "seed", "prompt_token_ids")
         return {name: getattr(self, name) for name in plain} | {
             "stats": self.stats.to_dict(),
             "logprobs": None if self.logprobs is None else [logprobs_dict(token) for token in self.logprobs],
             "rounds": [_round(round) for round in self.rounds],
             "alternatives": [other.to_dict() for other in self.alternatives],
-            "tool_calls": [asdict(call) for call in self.tool_calls],
+            "tool_calls": [call.to_dict() for call in self.tool_calls],
         }
 
     def debug(self) -> RoundLines:
@@ -229,13 +246,19 @@ def logprobs_dict(entry: TokenLogprobs) -> dict[str, Any]:
     return asdict(entry) | {"logprob": entry.logprob if isfinite(entry.logprob) else None, "top": top}
 
 
-def with_calls(result: Result, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]]) -> Result:
-    """An answer, and its alternatives, with the calls of tools that they make."""
-    if not tools or not isinstance(tokenizer, ToolCallParser):
+def with_parts(result: Result, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]]) -> Result:
+    """An answer, and its alternatives, separated into thoughts, text and calls of tools."""
+    separating = answer_tokenizer(tokenizer, tools)
+    if separating is None:
         return result
-    parsed = tokenizer.parse_answer(result.prompt_token_ids, result.token_ids, tools)
-    others = [with_calls(other, tokenizer, tools) for other in result.alternatives]
-    return replace(result, alternatives=others, tool_calls=() if parsed is None else parsed.calls)
+    parser = AnswerParser(
+        separating.answer_form(), tools, in_thought=begins_in_thought(separating, result.prompt_token_ids)
+    )
+    marked = separating.decode_marked(result.token_ids)
+    has_hidden_marks = tokenizer is not None and marked != tokenizer.decode(result.token_ids)
+    pieces = parser.feed(marked if has_hidden_marks else result.text) + parser.end()
+    others = [with_parts(other, tokenizer, tools) for other in result.alternatives]
+    return replace(result, alternatives=others, parts=tuple(pieces))
 
 
 def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Result:

@@ -95,7 +95,7 @@ class RoundView:
 
 def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[RoundView]:
     """The rounds of one row, in order."""
-    shown = None if tokenizer is None else TextStream(tokenizer)
+    shown = None if tokenizer is None else TextStream(tokenizer.decode)
     drafted = accepted = 0
     for number, round in enumerate(rounds, 1):
         proposed = round.without_forced

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -13,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from slipstream.errors import UsageError, did_you_mean, one_line
-from slipstream.tokenization import tool_calls
+from slipstream.tokenization import answer_form_choice
+from slipstream.tokenization.answer_forms import AnswerForm, CallText
 from slipstream.tokenization.byte_vocabulary import ByteTokens
 from slipstream.tokenization.hf_byte_tokens import TokenNames, read_byte_tokens
-from slipstream.tokenization.tokenizer import PLAIN_CHAT, CallForm, ChatForm, ParsedAnswer, check_text
+from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, check_text
 
 log = logging.getLogger("slipstream")
 
@@ -123,7 +125,7 @@ class HFTokenizer:
 
     @cached_property
     def _writes_unread_calls(self) -> bool:
-        return tool_calls.writes_unread_calls(self.inner)
+        return not answer_form_choice.reads_written_calls(self._answer_form, self._answer_template())
 
     def _template_for(self, form: ChatForm) -> str:
         """The template that renders this form: of several, the one that is named tool_use or default."""
@@ -168,16 +170,60 @@ class HFTokenizer:
         )
         return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
-    def call_opening(self) -> str | None:
-        return tool_calls.call_opening(tool_calls.response_template(self.inner))
+    def _answer_template(self) -> answer_form_choice.Template:
+        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], opens: bool) -> str:
+            return str(
+                self.inner.apply_chat_template(
+                    list(messages), tools=list(tools), add_generation_prompt=opens, tokenize=False
+                )
+            )
 
-    def call_form(self) -> CallForm | None:
-        return tool_calls.call_form(self.inner)
+        names = {token.content for token in self.inner.added_tokens_decoder.values()}
+        told = getattr(self.inner, "response_template", None)
+        try:
+            texts = sorted(self._templates())
+        except UsageError:  # several templates, of which none is for chats; `chat` refuses them
+            texts = []
+        return answer_form_choice.Template("\n".join(texts), render, names, told)
 
-    def parse_answer(
-        self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> ParsedAnswer | None:
-        return tool_calls.parse(self.inner, prompt, answer, tools)
+    @cached_property
+    def _answer_form(self) -> AnswerForm:
+        return answer_form_choice.answer_form(self._answer_template())
+
+    def answer_form(self) -> AnswerForm:
+        return self._answer_form
+
+    @cached_property
+    def _call_text(self) -> CallText | None:
+        text = answer_form_choice.call_text(self._answer_form, self._answer_template())
+        end = self.inner.eos_token or ""
+        return None if text is None else replace(text, behind=text.behind.removesuffix(end))
+
+    def call_text(self) -> CallText | None:
+        return self._call_text
+
+    def special_tokens(self) -> dict[str, int]:
+        ids = sorted(self.special_ids())
+        return dict(zip(self.inner.convert_ids_to_tokens(ids), ids, strict=True))
+
+    @cached_property
+    def _mark_ids(self) -> frozenset[int]:
+        """The special tokens that are marks of the answer's form."""
+        marks = self._answer_form.marks
+        return frozenset(token for name, token in self.special_tokens().items() if name in marks)
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        """The other tokens without text."""
+        unknown = self.inner.unk_token_id
+        has_text = unknown is None or bool(self.decode([unknown]))
+        return self.special_ids().union(() if has_text else (unknown,)) - self._mark_ids
+
+    def decode_marked(self, ids: Sequence[int]) -> str:
+        if not self._mark_ids:
+            return self.decode(ids)
+        shown = [token for token in ids if token not in self._hidden_ids]
+        return str(self.inner.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self.inner.get_vocab())

@@ -1,4 +1,4 @@
-"""The protocol of tokenizers: they encode and decode, render conversations, and read tool calls from answers."""
+"""The protocol of tokenizers: they encode and decode, render conversations, and know the form of answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from slipstream.errors import UsageError
+from slipstream.tokenization.answer_forms import AnswerForm, CallText
 
 
 @dataclass(frozen=True)
@@ -50,45 +51,31 @@ class ToolCall:
 
     name: str
     arguments: str  # JSON text
+    id: str = ""  # as the model wrote it, if its calls have one
 
-
-@dataclass(frozen=True)
-class ParsedAnswer:
-    """An answer's text without its calls, and the calls."""
-
-    content: str
-    calls: tuple[ToolCall, ...]
-
-
-@dataclass(frozen=True)
-class CallForm:
-    """The text that a model writes around the names and arguments (JSON) of its calls."""
-
-    before: str  # the name
-    between: str  # name and arguments
-    behind: str  # the arguments
-    between_calls: str  # several calls in a row
-
-    @property
-    def quotes_names(self) -> bool:
-        """True if names are JSON texts."""
-        return self.before.endswith('"') and self.between.startswith('"')
+    def to_dict(self) -> dict[str, str]:
+        """The name, the arguments, and the id if there is one."""
+        return {"name": self.name, "arguments": self.arguments} | ({"id": self.id} if self.id else {})
 
 
 @runtime_checkable
-class ToolCallParser(Protocol):
-    """Optional capability of a tokenizer: it knows the form in which its model writes calls."""
+class AnswerTokenizer(Protocol):
+    """Optional capability of a tokenizer: it knows the form of its model's answers."""
 
-    def call_opening(self) -> str | None:
-        """The text that every call of this model begins with; None if that is not known."""
+    def answer_form(self) -> AnswerForm:
+        """The form in which the model writes thoughts and tool calls."""
 
-    def call_form(self) -> CallForm | None:
-        """The form of the model's calls; None if it is not known, or arguments are not JSON."""
+    def call_text(self) -> CallText | None:
+        """The text around the parts of a call; None if calls cannot be forced."""
 
-    def parse_answer(
-        self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> ParsedAnswer | None:
-        """The calls in an answer to a prompt, both token ids; None if there are no calls that can be read."""
+    def bare(self, text: str) -> list[int]:
+        """As in `Tokenizer`."""
+
+    def decode_marked(self, ids: Sequence[int]) -> str:
+        """Text with those special tokens that are marks of the form."""
+
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of tokens that stand for no text, by name."""
 
 
 class Tokenizer(Protocol):

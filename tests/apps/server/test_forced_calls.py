@@ -14,6 +14,7 @@ from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.request_reading import rendered_chat
 from slipstream.apps.server.request_rows import answer_constraint
 from slipstream.apps.server.schemas import ChatFields
+from slipstream.tokenization.answer_parser import AnswerParser
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support import tiny_models
 from tests.support.running_server import ARGUMENTS, running_server
@@ -48,6 +49,10 @@ FORMS = {
         reads(open_pattern=r"\s*\[call:(?P<name>\w+)\]", close="[end]", transform=NAMED),
     ),
     "an object between marks": ("<<{{ c.function | tojson }}>>\n", reads(open="<<", close=">>", transform=WHOLE)),
+    "special tokens as marks": (
+        "<pad>{{ c.function | tojson }}<eos>",
+        reads(open="<pad>", close="<eos>", transform=WHOLE),
+    ),
 }
 OTHERS = {
     "arguments that are not JSON": (
@@ -64,10 +69,6 @@ OTHERS = {
     "a chat template that writes another form": (
         "[[{{ c.function | tojson }}]]",
         reads(open="<<", close=">>", transform=WHOLE),
-    ),
-    "special tokens as marks": (
-        "<pad>{{ c.function | tojson }}<eos>",
-        reads(open="<pad>", close="<eos>", transform=WHOLE),
     ),
 }
 
@@ -104,17 +105,20 @@ def test_a_closing_mark_inside_arguments_does_not_end_the_call(name: str) -> Non
         if "name" in name
         else "<<" + json.dumps({"name": "add", "arguments": written})
     )
-    read = ours.parse_answer([], ours.bare(f"{call}{mark}{call}{mark}"), TOOLS)
-    assert read is not None and [json.loads(parsed_call.arguments) for parsed_call in read.calls] == [written, written]
-    cut = ours.parse_answer([], ours.bare(f"{call}{mark}{call[:-2]}"), TOOLS)
-    assert cut is not None and [json.loads(parsed_call.arguments) for parsed_call in cut.calls] == [written]
+    assert read(ours, f"{call}{mark}{call}{mark}") == [written, written]
+    assert read(ours, f"{call}{mark}{call[:-2]}") == [written]
+
+
+def read(ours: HFTokenizer, text: str) -> list[Any]:
+    """The arguments of the calls in an answer."""
+    parser = AnswerParser(ours.answer_form(), TOOLS)
+    return [json.loads(piece.call.arguments) for piece in parser.feed(text) + parser.end() if piece.call]
 
 
 def test_calls_that_are_not_json_are_read_only_if_complete() -> None:
     ours = HFTokenizer(tokenizer(*OTHERS["arguments that are not JSON"]))
-    cut = ours.parse_answer([], ours.bare("[call:add]<x>a</x>[end][call:add]<x>b</x>"), TOOLS)
-    assert cut is not None and [json.loads(call.arguments) for call in cut.calls] == [{"x": "a"}]
-    assert ours.parse_answer([], ours.bare("[call:add]<x>a</x>"), TOOLS) is None
+    assert read(ours, "[call:add]<x>a</x>[end][call:add]<x>b</x>") == [{"x": "a"}]
+    assert read(ours, "[call:add]<x>a</x>") == []
 
 
 def test_a_forced_call_with_a_mark_in_its_arguments_is_read_as_a_call() -> None:
@@ -141,13 +145,13 @@ def test_a_forced_call_with_a_mark_in_its_arguments_is_read_as_a_call() -> None:
 
 
 def test_several_calls_are_separated_as_the_template_writes_them() -> None:
-    form = HFTokenizer(tokenizer(*FORMS["an object between marks"])).call_form()
+    form = HFTokenizer(tokenizer(*FORMS["an object between marks"])).call_text()
     assert form is not None and form.before == '<<{"name": "' and form.between_calls == "\n" and form.quotes_names
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_unsupported_call_forms_are_not_forced(name: str) -> None:
-    assert HFTokenizer(tokenizer(*OTHERS[name])).call_form() is None
+    assert HFTokenizer(tokenizer(*OTHERS[name])).call_text() is None
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "look"}}])
@@ -169,7 +173,7 @@ def test_a_required_call_in_an_unsupported_form_is_refused_by_name() -> None:
             lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny"
         ) as server,
         server.openai() as client,
-        pytest.raises(openai.BadRequestError, match="form of calls is not known, or not JSON") as caught,
+        pytest.raises(openai.BadRequestError, match="form of calls is not known") as caught,
     ):
         client.chat.completions.create(model="tiny", messages=ASKED, tools=TOOLS, tool_choice="required")
     assert caught.value.param == "tool_choice"

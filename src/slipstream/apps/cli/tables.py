@@ -36,7 +36,7 @@ MEANINGS = {
 
 def colored(result: Result, tokenizer: Tokenizer, limit: int | None = None) -> Text:
     """A result's output, each token in the color of its origin."""
-    text, stream = Text(), TextStream(tokenizer)
+    text, stream = Text(), TextStream(tokenizer.decode)
     for decoded in result.rounds:
         for token, origin in zip(decoded.tokens, decoded.origins, strict=True):
             text.append(stream.push(token), STYLES[origin])

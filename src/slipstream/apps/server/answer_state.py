@@ -50,6 +50,7 @@ class ChoiceState:
     first: float | None = None  # time of its first tokens
     last: float | None = None  # time of its latest tokens
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    thought_tokens: int | None = None  # of those so far; None if the answer is not separated
 
     def __post_init__(self) -> None:
         self._stats = Stats(lossless=self.lossless)
@@ -188,13 +189,14 @@ def shares(round: Round, facts: ModelFacts) -> list[Share]:
 
 def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
     """OpenAI's token counts so far; every chunk may have them. A prompt with `n` answers counts once."""
-    predicted: dict[str, Any] = {}
+    details: dict[str, int] = {}
+    if any(choice.thought_tokens is not None for choice in choices):
+        details["reasoning_tokens"] = sum(choice.thought_tokens or 0 for choice in choices)
     if any(choice.job.row.prediction for choice in choices):
-        details = {
+        details |= {
             "accepted_prediction_tokens": sum(choice.stats.accepted_prediction_tokens or 0 for choice in choices),
             "rejected_prediction_tokens": sum(choice.stats.rejected_prediction_tokens or 0 for choice in choices),
         }
-        predicted = {"completion_tokens_details": details}
     prompt = sum(choice.job.row.prompt_length for choice in choices[::n])
     completion = sum(choice.stats.num_output_tokens for choice in choices)
     return {
@@ -202,7 +204,7 @@ def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in choices[::n])},
-    } | predicted
+    } | ({"completion_tokens_details": details} if details else {})
 
 
 def speculative_decoding(rounds: Sequence[Round]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic_core import to_json
@@ -23,8 +23,10 @@ from slipstream.apps.server.answer_state import (
 from slipstream.apps.server.live_request import Event, LiveRequest
 from slipstream.apps.server.schemas import ChatFields, CompletionFields, SamplingFields, StreamOptions
 from slipstream.core.rounds import TokenLogprobs
-from slipstream.text.detokenizer import StopStrings
-from slipstream.tokenization.tokenizer import ParsedAnswer, Tokenizer, ToolCallParser
+from slipstream.sampling.processors import params_of
+from slipstream.text.answer_reader import AnswerReader, answer_tokenizer
+from slipstream.tokenization.answer_parser import AnswerPiece
+from slipstream.tokenization.tokenizer import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": still here\n\n"  # a comment, which clients skip; proxies cut silent connections
@@ -157,56 +159,13 @@ class AnswerWriter(ABC):
         return f"token_id:{token}" if self.ids_as_text else self.facts.token_text(token)
 
 
-class ToolWatch:
-    """Separates the text of one choice from the tool calls in it.
-
-    tools: offered by the request; without any, all text is passed on. several: an answer may have more than one call;
-    if false, the first is kept.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]], *, several: bool = True
-    ) -> None:
-        self._parser = tokenizer if tools and isinstance(tokenizer, ToolCallParser) else None
-        self._opening = None if self._parser is None else self._parser.call_opening()
-        self._before = None if self._opening is None else StopStrings((self._opening,))
-        self._tools, self._several, self._passed = tools, several, 0
-
-    def passed(self, piece: Piece) -> str:
-        """The part of a piece's text that belongs to no call, as far as is known yet."""
-        if self._before is None:
-            return piece.text
-        text = "" if self._before.found else self._before.push(piece.text)
-        self._passed += len(text)
-        return text
-
-    def calls(self, choice: ChoiceState) -> ParsedAnswer | None:
-        """The calls of a finished choice, and its text before them; the parser finds both if the tag has no text."""
-        if self._opening is None or self._parser is None:
-            return None
-        parsed = self._parser.parse_answer(choice.prompt, choice.token_ids, self._tools)
-        if parsed is None:
-            return None
-        before, opening, _ = choice.text.partition(self._opening)
-        content = before.strip() if opening else parsed.content
-        return ParsedAnswer(content, parsed.calls if self._several else parsed.calls[:1])
-
-    def held_back(self, choice: ChoiceState) -> str:
-        """Text that was not passed on, of a finished choice without calls."""
-        return "" if self._before is None else choice.text[self._passed :]
-
-
-def shown_calls(parsed: ParsedAnswer, prefix: str, *, numbered: bool) -> list[dict[str, Any]]:
-    """Calls as OpenAI's objects. prefix: of their ids; numbered: add the index that chunks of a stream have."""
-    return [
-        ({"index": index} if numbered else {})
-        | {
-            "id": f"call_{prefix}_{index}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for index, call in enumerate(parsed.calls)
-    ]
+def shown_call(call: ToolCall, identifier: str, index: int | None = None) -> dict[str, Any]:
+    """A call as OpenAI's object. index: that chunks of a stream have; None for a whole answer."""
+    return ({} if index is None else {"index": index}) | {
+        "id": call.id or identifier,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 class ChatWriter(AnswerWriter):
@@ -218,32 +177,58 @@ class ChatWriter(AnswerWriter):
 
     def __init__(self, live: LiveRequest, fields: ChatFields, facts: ModelFacts) -> None:
         super().__init__(live, fields, facts)
-        tools = () if fields.tool_choice == "none" else fields.tools or ()
-        several = fields.parallel_tool_calls is not False
-        self._watches = [ToolWatch(facts.tokenizer, tools, several=several) for _ in self.choices]
+        self._tools: Sequence[dict[str, Any]] = () if fields.tool_choice == "none" else fields.tools or ()
+        self._several = fields.parallel_tool_calls is not False
+        self._readers = [self._reader(choice) for choice in self.choices]
+        self._num_calls = [0 for _ in self.choices]
+
+    def _reader(self, choice: ChoiceState) -> AnswerReader | None:
+        """A reader of the choice's parts; None if all of it is text."""
+        tokenizer = answer_tokenizer(self.facts.tokenizer, self._tools)
+        stops = params_of(choice.job.row).stop_strings
+        return None if tokenizer is None else AnswerReader(tokenizer, choice.prompt, self._tools, stops)
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
         return self._choice(choice, {"role": "assistant", "content": ""})
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
-        """New text, with its log-probabilities; tool calls come in the chunk before the one with finish_reason."""
-        watch = self._watches[piece.choice]
-        text, parsed, reason = watch.passed(piece), None, piece.finish_reason
-        if reason is not None:
-            parsed = watch.calls(choice)
-            text += "" if parsed else watch.held_back(choice)
-        if not (text or reason or piece.logprobs or (self.return_ids and piece.tokens)):
+        """New text, thoughts and calls, with log-probabilities; after the last calls, a part with finish_reason."""
+        reader, reason = self._readers[piece.choice], piece.finish_reason
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if reader is not None:
+            pieces = reader.push(piece.tokens) + ([] if reason is None else reader.end())
+            choice.thought_tokens = reader.num_thought_tokens
+            delta = self._delta(choice, pieces, is_streamed=True)
+        if not (delta or reason or piece.logprobs or (self.return_ids and piece.tokens)):
             return []
-        delta: dict[str, Any] = {"content": text} if text or not reason else {}
-        if parsed is not None:
-            delta["tool_calls"] = shown_calls(parsed, self._call_prefix(choice), numbered=True)
-        part = self._choice(choice, delta, None if parsed else reason)
+        calls = "tool_calls" in delta
+        part = self._choice(choice, delta if delta or reason else {"content": ""}, None if calls else reason)
         part["logprobs"] = None if piece.logprobs is None else self._logprobs(piece.logprobs)
         if self.return_ids:
             part["token_ids"] = list(piece.tokens)
-        if parsed is None:
+        if reason == "stop" and self._num_calls[piece.choice]:
+            part["finish_reason"] = None if calls else "tool_calls"
+        if reason is None or not calls:
             return [part]
         return [part, self._choice(choice, {}, "tool_calls" if reason == "stop" else reason)]
+
+    def _delta(self, choice: ChoiceState, pieces: Sequence[AnswerPiece], *, is_streamed: bool) -> dict[str, Any]:
+        """The fields of a message that pieces of an answer add. Thoughts have the two names that clients read."""
+        fields: dict[str, Any] = {}
+        for kind, names in (("text", ("content",)), ("thought", ("reasoning_content", "reasoning"))):
+            if text := "".join(piece.text for piece in pieces if piece.kind == kind):
+                fields |= dict.fromkeys(names, text)
+        calls = [piece.call for piece in pieces if piece.call is not None]
+        first = self._num_calls[choice.job.choice] if is_streamed else 0
+        calls = calls if self._several else calls[: 1 - first]
+        if calls:
+            prefix = f"call_{self.live.id[:12]}_{choice.job.choice}"
+            fields["tool_calls"] = [
+                shown_call(call, f"{prefix}_{index}", index if is_streamed else None)
+                for index, call in enumerate(calls, first)
+            ]
+            self._num_calls[choice.job.choice] = first + len(calls)
+        return fields
 
     def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
         return self._choice(choice, {"content": ""})
@@ -256,16 +241,17 @@ class ChatWriter(AnswerWriter):
             "finish_reason": choice.finish_reason,
             "logprobs": self._logprobs([entry for entries in logprobs for entry in entries]) if logprobs else None,
         }
-        if (parsed := self._watches[choice.job.choice].calls(choice)) is not None:
-            calls = shown_calls(parsed, self._call_prefix(choice), numbered=False)
-            shown["message"] |= {"content": parsed.content or None, "tool_calls": calls}
-            shown["finish_reason"] = "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
+        if (reader := self._reader(choice)) is not None:
+            pieces = reader.push(choice.token_ids) + reader.end()
+            choice.thought_tokens = reader.num_thought_tokens
+            shown["message"] |= {"content": None} | self._delta(choice, pieces, is_streamed=False)
+            if shown["message"].keys() == {"role", "content", "refusal"}:
+                shown["message"]["content"] = shown["message"]["content"] or ""
+            if "tool_calls" in shown["message"] and choice.finish_reason == "stop":
+                shown["finish_reason"] = "tool_calls"
         if self.return_ids:
             shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
         return shown
-
-    def _call_prefix(self, choice: ChoiceState) -> str:
-        return f"{self.live.id[:12]}_{choice.job.choice}"
 
     def _choice(self, choice: ChoiceState, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         return {"index": choice.job.choice, "delta": delta, "logprobs": None, "finish_reason": reason}

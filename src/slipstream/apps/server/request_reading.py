@@ -47,6 +47,7 @@ SAME_NAMES = (
     "frequency_penalty",
     "repetition_penalty",
     "min_tokens",
+    "thinking_token_budget",
     "ignore_eos",
     "stop",
     "num_draft_tokens",

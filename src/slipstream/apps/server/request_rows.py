@@ -36,14 +36,16 @@ from slipstream.apps.server.schemas import (
     StructuredOutputs,
 )
 from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.constraints.answer_grammar import Literals, arguments_schema, call_grammar
 from slipstream.constraints.compiled_grammars import CompiledGrammars
 from slipstream.constraints.constraint import Constraint
 from slipstream.constraints.grammar_trial import is_small
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError, did_you_mean, first_line
+from slipstream.text.answer_reader import thought_preamble
 from slipstream.text.detokenizer import read_as_committed
 from slipstream.text.requests import RequestReader, check_size, further_seeds, texts_shown
-from slipstream.tokenization.tokenizer import CallForm, Tokenizer, ToolCallParser
+from slipstream.tokenization.tokenizer import AnswerTokenizer, Tokenizer
 
 MAX_BYTES = 64 << 10  # of a schema, an expression or a grammar
 MAX_BYTES_OF_TOOLS = 256 << 10  # of all schemas of tools that a grammar is made of
@@ -94,26 +96,31 @@ def compiles_slowly(fields: SamplingFields) -> bool:
     return bool(has_tools) or not all(is_small(kind, text) for kind, text in texts)
 
 
-def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Constraint | None:
+def answer_constraint(
+    fields: SamplingFields, tokenizer: Tokenizer | None, prompt: Sequence[int] = ()
+) -> Constraint | None:
     """The constraint of a request's rows; ApiError names a field that cannot be honored."""
     tools = checked_tools(fields) if isinstance(fields, ChatFields) else []
     field = form_field(fields)
     if field is None:
         return None
     offered = [] if isinstance(fields, ChatFields) and fields.tool_choice == "none" else tools
+    calls_preamble = _preamble(fields, tokenizer, prompt, with_text=False)
     with errors_named(field):
         if field == "structured_outputs":
             if offered:
                 raise refused("structured_outputs with tools; allowed: with tool_choice 'none'", field)
-            return _vllm(fields.structured_outputs or StructuredOutputs())
+            return _vllm(
+                fields.structured_outputs or StructuredOutputs(), _preamble(fields, tokenizer, prompt, with_text=True)
+            )
         if field == "tool_choice":
             assert isinstance(fields, ChatFields)
-            return _calls(forced_tools(fields, tools), fields, tokenizer)
+            return _calls(forced_tools(fields, tools), fields, tokenizer, calls_preamble)
         schema = _response_schema(fields)
-        if offered and isinstance(tokenizer, ToolCallParser) and tokenizer.call_form() is not None:
+        if offered and isinstance(tokenizer, AnswerTokenizer) and tokenizer.call_text() is not None:
             assert isinstance(fields, ChatFields)
-            return _calls(offered, fields, tokenizer, answer=schema)
-        return Constraint(json_schema=schema)
+            return _calls(offered, fields, tokenizer, calls_preamble, answer=schema)
+        return Constraint(json_schema=schema, preamble=_preamble(fields, tokenizer, prompt, with_text=True))
 
 
 def _response_schema(fields: SamplingFields) -> dict[str, Any]:
@@ -132,7 +139,7 @@ def _response_schema(fields: SamplingFields) -> dict[str, Any]:
     return named.json_schema
 
 
-def _vllm(outputs: StructuredOutputs) -> Constraint:
+def _vllm(outputs: StructuredOutputs, preamble: str) -> Constraint:
     chosen = outputs.sent
     if len(chosen) != 1 or not set(chosen) <= set(STRUCTURED_OUTPUTS):
         names = ", ".join(sorted(chosen)) or "nothing"
@@ -143,60 +150,43 @@ def _vllm(outputs: StructuredOutputs) -> Constraint:
         )
     ((name, value),) = chosen.items()
     _bounded("structured_outputs", value)
-    return Constraint(**{STRUCTURED_OUTPUTS[name]: value})
+    return Constraint(**{STRUCTURED_OUTPUTS[name]: value}, preamble=preamble)
 
 
 def _calls(
     tools: Sequence[Mapping[str, Any]],
     fields: ChatFields,
     tokenizer: Tokenizer | None,
+    preamble: str,
     answer: Mapping[str, Any] | None = None,
 ) -> Constraint:
     """A constraint to calls in the model's own form, or to JSON of the schema `answer` if there is one."""
-    form = tokenizer.call_form() if isinstance(tokenizer, ToolCallParser) else None
-    if form is None:
+    text = tokenizer.call_text() if isinstance(tokenizer, AnswerTokenizer) else None
+    if text is None or not isinstance(tokenizer, AnswerTokenizer):
         check_tools_read(tokenizer)
-        raise refused(
-            "tool_choice: this model's form of calls is not known, or not JSON; allowed: 'none', 'auto'", "tool_choice"
-        )
-    schemas = {f"arguments_{index}": arguments_schema(tool) for index, tool in enumerate(tools)}
+        raise refused("tool_choice: this model's form of calls is not known; allowed: 'none', 'auto'", "tool_choice")
+    form, tokens, several = tokenizer.answer_form(), tokenizer.special_tokens(), fields.parallel_tool_calls is not False
+    rules, schemas = call_grammar(form.calls, text, tools, tokens, several=several)
     _bounded("tools", schemas, MAX_BYTES_OF_TOOLS)
-    bodies = [_body(form, tool["function"]["name"], f"@arguments_{index}") for index, tool in enumerate(tools)]
-    several = ""
-    if fields.parallel_tool_calls is not False:
-        several = f" ({_literal(form.between_calls)} call)*".replace('"" ', "")  # without an empty literal
-    lines = [
-        f"start: {'calls' if answer is None else 'calls | @answer'}",
-        f"calls: call{several}",
-        f"call: {' | '.join(bodies)}",
-    ]
-    all_schemas = schemas if answer is None else schemas | {"answer": answer}
+    start = "calls"
+    if answer is not None:
+        start += f" | {Literals(tokens).of(form.thought.text if form.thought else '')} @answer"
+        schemas |= {"answer": answer}
+    grammar = "\n".join([f"start: {start}", *rules])
     try:
-        return Constraint(grammar="\n".join(lines), schemas=all_schemas, whitespace="spaced")
+        return Constraint(grammar=grammar, schemas=schemas, whitespace="spaced", preamble=preamble)
     except UsageError:
-        for index, schema in enumerate(schemas.values()):
+        for index, tool in enumerate(tools):
             with errors_named(f"tools.{index}.function.parameters"):
-                Constraint(json_schema=schema)
+                Constraint(json_schema=arguments_schema(tool["function"]))
         raise
 
 
-def _body(form: CallForm, name: str, arguments: str) -> str:
-    """The call of one tool as part of a grammar."""
-    written = json.dumps(name, ensure_ascii=False)[1:-1] if form.quotes_names else name
-    return f"{_literal(form.before + written + form.between)} {arguments} {_literal(form.behind)}"
-
-
-def _literal(text: str) -> str:
-    """A string as a literal of a grammar."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, an object; a tool without parameters takes none."""
-    parameters = tool["function"].get("parameters")
-    if parameters is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **parameters}
+def _preamble(fields: SamplingFields, tokenizer: Tokenizer | None, prompt: Sequence[int], *, with_text: bool) -> str:
+    """The part of a grammar for the thought before a chat's answer; empty for models that write none."""
+    if not (isinstance(fields, ChatFields) and isinstance(tokenizer, AnswerTokenizer) and tokenizer.has_chat_template):
+        return ""
+    return thought_preamble(tokenizer, prompt, with_text=with_text)
 
 
 def _bounded(field: str, value: Any, max_bytes: int = MAX_BYTES) -> None:
@@ -268,7 +258,9 @@ class RowMaker:
     ) -> list[Job]:
         max_tokens = self._max_tokens(fields, len(prompt.ids))
         target, no_predictions = self.decoder.target, self.decoder.reader.no_predictions
-        params = sampling_params(fields, max_tokens, target.backend.vocab_size, answer_constraint(fields, tokenizer))
+        params = sampling_params(
+            fields, max_tokens, target.backend.vocab_size, answer_constraint(fields, tokenizer, prompt.ids)
+        )
         params = RequestReader(replace(target, tokenizer=tokenizer), no_predictions).with_token_ids(params)
         if params.prediction is not None and len(params.prediction) > self.max_model_len:
             raise refused(

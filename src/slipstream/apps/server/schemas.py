@@ -303,6 +303,7 @@ class SamplingFields(Fields):
     bad_words: Annotated[list[Text], Field(max_length=128, fail_fast=True)] | None = None
     allowed_token_ids: Ids | None = None
     min_tokens: Annotated[int, NumberRange(0, MAX_TOKENS)] | None = None
+    thinking_token_budget: Annotated[int, NumberRange(0, MAX_TOKENS)] | None = None
     ignore_eos: StrictBool | None = None
     seed: Annotated[int, NumberRange(-1, (1 << 63) - 1)] | None = None
     include_stop_str_in_output: Literal[False] | None = None
@@ -524,6 +525,8 @@ class Message(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[dict[str, Any]] = []
 
 

@@ -268,20 +268,25 @@ const meaning = (name) => document.querySelector(`.legend .${name}`)?.parentNode
 // Folds the chunks of a stream. segs: the text cut into tokens; what the server sends as text is never changed.
 class Answer {
 	text = "";
+	thought = 0; // characters of the text that are the model's thought
 	segs = [];
 	rounds = [];
 	ids = [];
 	finish = null;
 	receipt = null;
 	#open = "";
+	#placed = 0; // characters
 	#held = [];
 
 	take(chunk) {
 		const choice = chunk.choices?.[0];
-		const content = choice?.delta?.content ?? "";
+		const { content = "", reasoning_content: thought = "" } = choice?.delta ?? {};
 		const report = chunk.slipstream;
-		this.text += content;
-		this.#open += content;
+		const begins = content && this.thought && this.text.length === this.thought;
+		const added = thought + (begins || (thought && content) ? "\n\n" : "");
+		this.thought += added.length;
+		this.text += added + (content ?? "");
+		this.#open += added + (content ?? "");
 		if (report?.round) {
 			const kept = report.tokens.slice(0, report.round.accepted).map((token) => token.text);
 			this.rounds.push({ ...report.round, kept, cells: report.tokens.map(kind) });
@@ -319,7 +324,8 @@ class Answer {
 			const { origin = "unknown", source, round = -1 } = held[0] ?? {};
 			held.splice(0, Math.max(count, 1));
 			this.#open = this.#open.slice(text.length);
-			if (text) placed.push({ text, origin, source, round });
+			if (text) placed.push({ text, origin, source, round, thought: this.#placed < this.thought });
+			this.#placed += text.length;
 		}
 		this.segs.push(...placed);
 		return placed;
@@ -370,7 +376,7 @@ class AnswerView {
 	}
 
 	add(segs) {
-		this.node.append(...segs.map((seg) => h(`span.t.${kind(seg)}`, {
+		this.node.append(...segs.map((seg) => h(`span.t.${kind(seg)}${seg.thought ? ".thought" : ""}`, {
 			"data-round": seg.round, "data-rejected": seg.origin === "recovered" ? this.#rejected(seg.round) : null,
 		}, seg.text)));
 		while (this.ticker.children.length < this.answer.rounds.length) this.#tick(this.answer.rounds[this.ticker.children.length]);
@@ -570,8 +576,9 @@ function showChat() {
 	});
 }
 
-const history = (until = chat.messages.length) => chat.messages.slice(0, until).filter((message) => message.text)
-	.map((message) => ({ role: message.role, content: message.text }));
+const history = (until = chat.messages.length) => chat.messages.slice(0, until)
+	.map((message) => ({ role: message.role, content: message.text?.slice(message.answer?.thought ?? 0) }))
+	.filter((message) => message.content);
 
 function messageNode(message) {
 	return message.role === "user" ? userNode(message) : answerNode(message).node;

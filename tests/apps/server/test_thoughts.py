@@ -1,0 +1,120 @@
+"""Thoughts are separated from answers, counted, limited, and followed by structured output and calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from slipstream import SpeculativeDecoder
+from tests.support import tiny_models
+from tests.support.running_server import ARGUMENTS, RunningServer, running_server
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}."
+    "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}{% endfor %}{% if tools %}{% endif %}"
+    "{% if add_generation_prompt %}a:<think>\n{% if enable_thinking is defined and not enable_thinking %}"
+    "\n</think>\n\n{% endif %}{% endif %}"
+)
+ASKED: Any = [{"role": "user", "content": "the cat sat on the mat"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}}]
+ADDRESS = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    inner = tiny_models.tokenizer(["\n", *'<>_{}"/[]-=0123456789'], TEMPLATE)
+    inner.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
+    decoder = SpeculativeDecoder(model, tokenizer=inner, drafter="suffix", num_draft_tokens=4, acceptance="match")
+    with running_server(lambda: decoder, served_model_name="tiny") as running:
+        yield running
+
+
+def answer(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    body = {"messages": ASKED, "max_tokens": 300, "temperature": 1.0, "thinking_token_budget": 12} | fields
+    response = server.http.post(ADDRESS, json=body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def streamed(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    """The message that the chunks of a stream add up to."""
+    body = {"messages": ASKED, "max_tokens": 300, "temperature": 1.0, "thinking_token_budget": 12, "stream": True}
+    body |= {"stream_options": {"include_usage": True}} | fields
+    message: dict[str, Any] = {"content": "", "reasoning": "", "reasoning_content": "", "tool_calls": []}
+    with server.http.stream("POST", ADDRESS, json=body) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            message["usage"] = chunk.get("usage") or message.get("usage")
+            for choice in chunk["choices"]:
+                message["finish_reason"] = choice["finish_reason"]
+                for name in ("content", "reasoning", "reasoning_content"):
+                    message[name] += choice["delta"].get(name) or ""
+                message["tool_calls"] += choice["delta"].get("tool_calls") or []
+    return message
+
+
+def test_a_stream_and_a_whole_answer_have_the_same_parts(server: RunningServer) -> None:
+    kinds = set()
+    for seed in range(6):
+        whole, chunks = answer(server, seed=seed, max_tokens=60), streamed(server, seed=seed, max_tokens=60)
+        message = whole["choices"][0]["message"]
+        for name in ("content", "reasoning", "reasoning_content"):
+            assert (message.get(name) or "") == chunks[name]
+        assert message.get("reasoning") == message.get("reasoning_content")
+        assert whole["choices"][0]["finish_reason"] == chunks["finish_reason"]
+        details = whole["usage"]["completion_tokens_details"]
+        assert details == chunks["usage"]["completion_tokens_details"]
+        assert 0 < details["reasoning_tokens"] <= min(14, whole["usage"]["completion_tokens"])
+        kinds |= {name for name in ("content", "reasoning") if message.get(name)}
+    assert kinds == {"content", "reasoning"}
+
+
+def test_a_template_that_closes_the_thought_leaves_none(server: RunningServer) -> None:
+    whole = answer(server, seed=1, max_tokens=40, chat_template_kwargs={"enable_thinking": False})
+    assert "reasoning" not in whole["choices"][0]["message"]
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_structured_output_begins_after_the_thought(server: RunningServer, thinks: bool) -> None:
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": ARGUMENTS}}
+    for fields in ({"response_format": named}, {"structured_outputs": {"regex": "[0-9]{3}"}}):
+        for seed in range(3):
+            whole = answer(server, seed=seed, chat_template_kwargs={"enable_thinking": thinks}, **fields)
+            (choice,) = whole["choices"]
+            assert choice["finish_reason"] == "stop"
+            content = choice["message"]["content"]
+            if "response_format" in fields:
+                jsonschema.validate(json.loads(content), ARGUMENTS)
+            else:
+                assert len(content) == 3 and content.isdigit()
+            assert thinks or "reasoning" not in choice["message"]
+
+
+def test_forced_calls_have_the_form_that_the_template_writes_and_follow_the_thought(server: RunningServer) -> None:
+    for seed in range(3):
+        fields: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+        (choice,) = answer(server, **fields)["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), ARGUMENTS)
+        assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
+        chunks = streamed(server, **fields)
+        assert [streamed_call["function"] for streamed_call in chunks["tool_calls"]] == [call["function"]]
+        assert chunks["finish_reason"] == "tool_calls"
+        assert chunks["reasoning"] == (choice["message"].get("reasoning") or "")
+
+
+def test_added_tokens_may_be_named_in_grammars(server: RunningServer) -> None:
+    grammar = 'start: <tool_call> "a" </tool_call>'
+    whole = answer(server, structured_outputs={"grammar": grammar}, chat_template_kwargs={"enable_thinking": False})
+    assert whole["choices"][0]["message"]["content"] == "<tool_call>a</tool_call>"
+    assert whole["usage"]["completion_tokens"] == 4  # each mark is a token, and so is the end
