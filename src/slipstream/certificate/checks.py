@@ -27,7 +27,6 @@ from slipstream.certificate.sampled_law import (
     filtered,
     kept_from,
     near,
-    option_of,
     wrong_rules,
 )
 from slipstream.core.acceptance import Rule, load_rule
@@ -38,6 +37,7 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.reproducibility.calibration import calibrate
 from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.sampler import warp_options
 from slipstream.text.prompt_sets import NamedPrompt
 
 # sampled texts of each prompt under each of six sampling options
@@ -228,7 +228,7 @@ class LawChecks:
     @cached_property
     def _near(self) -> dict[Place, list[Tensor]]:
         return {
-            (prompt, option_of(params)): [near(filtered(row, option_of(params))) for row in logits]
+            (prompt, warp_options(params)): [near(filtered(row, warp_options(params))) for row in logits]
             for prompt, logits in self._likely_texts.items()
             for params in self._params
         }

@@ -25,7 +25,8 @@ from slipstream.core.interfaces import Sampler, Source
 from slipstream.core.rng import WarpOptions
 from slipstream.core.types import Draft, Row, Traits, Verdict
 from slipstream.draft_length.planner import lengths_without_costs
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.processors import params_of
+from slipstream.sampling.sampler import warp_options
 
 FALSE_ALARM = 1e-6  # a right rule fails a test with at most this probability
 SLACK = 1e-4  # rounding at the edge of top-p and min-p makes no token impossible
@@ -38,30 +39,25 @@ UNLIKELY = [2.0**-octave for octave in range(1, 9)]  # drafted tokens of smaller
 Place = tuple[tuple[int, ...], WarpOptions]  # a prompt and its sampling options
 
 
-def option_of(params: object) -> WarpOptions:
-    """The options that the filters read."""
-    assert isinstance(params, SamplingParams)
-    return WarpOptions(params.temperature, params.top_k, params.top_p, params.min_p)
-
-
 def place_of(row: Row) -> Place:
     """A row's prompt and sampling options."""
-    return tuple(row.tokens[: row.prompt_length]), option_of(row.params)
+    return tuple(row.tokens[: row.prompt_length]), warp_options(params_of(row))
 
 
 def filtered(logits: Tensor, option: WarpOptions, slack: float = 0.0) -> Tensor:
     """The distribution [V] of a token under these options, in float64. slack: widens top-p and min-p."""
-    scores = logits.double() / option.temperature
-    if option.top_k:
-        least = scores.topk(min(option.top_k, len(scores))).values[-1]
+    temperature, top_k, top_p, min_p = vars(option).values()  # fails for an option that is not computed here
+    scores = logits.double() / temperature
+    if top_k:
+        least = scores.topk(min(top_k, len(scores))).values[-1]
         scores = scores.where(scores >= least, -torch.inf)
-    if option.top_p < 1:
+    if top_p < 1:
         probs, order = scores.softmax(-1).sort(descending=True)
-        count = int((probs.cumsum(-1) - probs < option.top_p + slack).sum())
+        count = int((probs.cumsum(-1) - probs < top_p + slack).sum())
         scores = scores.where(scores >= scores[order[count - 1]], -torch.inf)
-    if option.min_p:
+    if min_p:
         probs = scores.softmax(-1)
-        scores = scores.where(probs >= option.min_p * (1 - slack) * probs.max(), -torch.inf)
+        scores = scores.where(probs >= min_p * (1 - slack) * probs.max(), -torch.inf)
     return scores.softmax(-1)
 
 
@@ -147,7 +143,7 @@ class SampledTexts:
         evidence = evidence_of(*torch.tensor(events, dtype=torch.float64).T)
         # every round that began at or before a token, for the target's distribution holds from there on
         depths = [f"depth {position - start}" for start in self._starts[row]]
-        for name in ("all tokens", str(option_of(row.params)), *depths):
+        for name in ("all tokens", str(warp_options(params_of(row))), *depths):
             self._evidence[name] = self._evidence.get(name, torch.zeros(1)) + evidence
 
     def _compare_draft(self, draft: Draft, probs: Tensor) -> None:

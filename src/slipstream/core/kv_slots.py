@@ -73,8 +73,8 @@ class SlotState:
     """The content of one slot of the KV cache."""
 
     row: Row | None = None
-    base: int = 0  # committed tokens of `row`
-    written: int = 0  # the position up to which draft tokens follow them
+    base: int = 0  # committed tokens of `row` that the slot holds; `assign_slot` counts the draft's accepted ones
+    written: int = 0  # position after the last draft token that follows them
     round: int = 0  # number of the row's round that drafted them; once committed, it tells which were accepted
     shapes: Shapes = EXACT_FIT  # of the forwards that filled the slot
     branches: int = 0  # nodes of a draft tree that are stored after them, at places that are not their positions

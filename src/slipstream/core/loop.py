@@ -111,8 +111,9 @@ class Engine:
                     kept = [not length for length in wanted]
                     if draft.width and not source.takes_forwards and proposed.probs is None:
                         # a model was asked as it promises more; a sampled draft may not be dropped for its tokens
-                        promised = zip(kept, draft.promised, proposed.promised, strict=True)
-                        kept = [keeps or 0 < before >= after for keeps, before, after in promised]
+                        promised = zip(draft.promised, proposed.promised, strict=True)
+                        promises_more = [before >= after and before > 0 for before, after in promised]
+                        kept = [keeps or more for keeps, more in zip(kept, promises_more, strict=True)]
                     draft = Draft.where(kept, draft, proposed)
             draft = self.policy.worth_verifying(rows, draft)
         finally:

@@ -19,6 +19,7 @@ from slipstream.core.rng import Race, Stream, WarpOptions, Words, absorb, absorb
 from slipstream.core.rounds import depths
 from slipstream.core.trees import path_to
 from slipstream.core.types import Draft, Row
+from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.processors import KINDS, params_of
 from slipstream.sampling.warpers import Warp
 
@@ -128,7 +129,8 @@ class Sampler:
         if greedy := [row for row in range(len(self.rows)) if row not in sampled]:
             for row, best in zip(greedy, _greedy(scores[greedy]).tolist(), strict=True):
                 chosen[row] = best
-        nodes, depth = dict.fromkeys(sampled, -1), 0  # rows whose draft is right so far -> its last right token
+        # rows whose draft is right so far -> number of its last right token; -1: the one before the draft
+        nodes, depth = dict.fromkeys(sampled, -1), 0
         while nodes:
             for warp, rows in self._path_blocks(nodes):
                 picked = [scores[row, nodes[row] + 1] for row in rows]
@@ -269,12 +271,17 @@ def _one_hot(scores: Tensor) -> Tensor:
     return torch.zeros_like(scores).scatter_(-1, index, torch.isneginf(best).logical_not().to(scores.dtype))
 
 
+def warp_options(params: SamplingParams) -> WarpOptions:
+    """The options that shape a distribution."""
+    return WarpOptions(params.temperature, params.top_k, params.top_p, params.min_p)
+
+
 def _groups(rows: Sequence[Row], device: torch.device) -> Iterator[tuple[Warp, Tensor]]:
     """The sampled rows, those of equal options together, each group with the indices of its rows."""
     groups: dict[WarpOptions, list[int]] = {}
     for i, row in enumerate(rows):
         p = params_of(row)
         if p.temperature:
-            groups.setdefault(WarpOptions(p.temperature, p.top_k, p.top_p, p.min_p), []).append(i)
+            groups.setdefault(warp_options(p), []).append(i)
     for options, members in groups.items():
         yield Warp(options, device), torch.tensor(members, device=device)

@@ -130,7 +130,7 @@ class RowText:
         self._text += self._stream.push(*tokens[: first - 1])
         watched, before = tokens[first - 1 :], (copy(self._stream), copy(self._stops))
         piece = self._stops.push(self._stream.push(*watched))
-        if self._stops.found and len(watched) > 1:  # which token completes it?
+        if self._stops.found and len(watched) > 1:  # read them again one by one, up to the one that completes it
             self._stream, self._stops = before
             return next((number for number, token in enumerate(watched, first) if self.find_stop([token])), None)
         self._text += piece

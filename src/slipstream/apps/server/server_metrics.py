@@ -257,7 +257,7 @@ class ServerMetrics:
     def _fold(self) -> None:
         """Observe the times of rounds; many at once cost less than each on its own between two forwards."""
         for live, event in self._unfolded:
-            if (job := live.jobs[event.choice]) in self._times:
+            if (job := live.jobs[event.choice]) in self._times:  # rows of batch files are not
                 self._committed(live, job, event)
         self._unfolded.clear()
 
