@@ -187,13 +187,13 @@ def test_of_equal_logits_the_smaller_number_is_chosen() -> None:
 
 def test_a_trial_of_a_layer_compares_the_same_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rounding may choose another expert; that is not an error of the layer that is tried."""
-    model = mixture("qwen3_moe", num_experts=64, num_experts_per_tok=8)
+    model = mixture("qwen3_moe", num_experts=64, num_local_experts=64, num_experts_per_tok=8)
     router: Any = block_of(model)[1].gate
     router.weight.data *= 0.05  # so that no expert outweighs the others
     experts, x = in_kernels(model), TOKENS[:, :64].contiguous()
     rounded = x * (1 + 0.004 * torch.randn(x.shape, generator=torch.Generator().manual_seed(6)))
-    trial = trials.Trial(experts, lambda h: h + experts(h), lambda h: h + experts(rounded))
-    assert torch.equal(trial(x), x + experts(x)) and trial.error < 0.02
+    trial = trials.Trial(experts, lambda h: h + 100 * experts(h), lambda h: h + 100 * experts(rounded))
+    assert torch.equal(trial(x), x + 100 * experts(x)) and trial.error < 0.02
     monkeypatch.setattr(trials, "same_choices", lambda _: nullcontext())
     trial(x)
     assert trial.error > 0.02
