@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from slipstream.models.cpu.grouped_blocks import NUMBERS, NotInBlocksError
 from slipstream.models.cpu.kernel_libraries import block_recipe, kernels, library_of
 from slipstream.models.cpu.processor import FORCED_ONLY, NEEDED, processor
 from slipstream.models.cpu.quantised_linear import FORMATS, quantised_part
+from slipstream.models.hf import trials
 from slipstream.models.hf.fast_forwards import _multiplies_tokens_independently
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
@@ -181,6 +183,20 @@ def test_of_equal_logits_the_smaller_number_is_chosen() -> None:
     larger[range(32), [row.index(expert) for row, expert in zip(chosen.tolist(), alone, strict=True)]] += 1
     experts.force(larger)
     assert not torch.equal(experts(x), out)
+
+
+def test_a_trial_of_a_layer_compares_the_same_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rounding may choose another expert; that is not an error of the layer that is tried."""
+    model = mixture("qwen3_moe", num_experts=64, num_local_experts=64, num_experts_per_tok=8)
+    router: Any = block_of(model)[1].gate
+    router.weight.data *= 0.05  # so that no expert outweighs the others
+    experts, x = in_kernels(model), TOKENS[:, :64].contiguous()
+    rounded = x * (1 + 0.004 * torch.randn(x.shape, generator=torch.Generator().manual_seed(6)))
+    trial = trials.Trial(experts, lambda h: h + 100 * experts(h), lambda h: h + 100 * experts(rounded))
+    assert torch.equal(trial(x), x + 100 * experts(x)) and trial.error < 0.02
+    monkeypatch.setattr(trials, "same_choices", lambda _: nullcontext())
+    trial(x)
+    assert trial.error > 0.02
 
 
 def test_a_forced_choice_is_used_and_counted() -> None:

@@ -113,7 +113,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: Scores
     if real % ROWS:
         rows = pad(rows, (0, 0, 0, -real % ROWS))
     if form.soft_cap or form.sinks is not None:
-        scores = rows @ key.transpose(2, 3) * (size**-0.5 if form.scaling is None else form.scaling)
+        dtype = rows.dtype if form.sinks is None else torch.float32  # sinks need not be near the other scores
+        scores = rows.to(dtype) @ key.transpose(2, 3).to(dtype) * (size**-0.5 if form.scaling is None else form.scaling)
         if form.soft_cap:
             scores = torch.tanh(scores / form.soft_cap) * form.soft_cap
         scores = scores + mask

@@ -102,16 +102,16 @@ def _attends_alike(backend: HFBackend, repeats: int, original: str) -> bool:
     def compared(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, **options: Any
     ) -> tuple[Tensor, None]:
-        inputs = module, query, key, value
-        own = sys.modules[type(module).__module__].eager_attention_forward if is_eager else sdpa_attention_forward
-        expected: tuple[Tensor, None] = own(*inputs, mask, scaling=scaling, **options)
+        allowed, inputs = mask if mask.dtype is torch.bool else mask == 0, (query, key, value)
+        if is_eager:  # in float32, since it would round scores
+            own = sys.modules[type(module).__module__].eager_attention_forward
+            wide = own(module, *(part.float() for part in inputs), mask.float(), scaling=scaling, **options)[0]
+            expected = wide.to(query.dtype), None
+        else:
+            expected = sdpa_attention_forward(module, *inputs, mask, scaling=scaling, **options)
         if is_eager or mask.dtype is torch.bool:
-            grouped, _ = registered[GROUPED](
-                *inputs,
-                group_mask(mask if mask.dtype is torch.bool else mask == 0, repeats, query.dtype),
-                scaling=scaling,
-                **options,
-            )
+            grouped_mask = group_mask(allowed, repeats, query.dtype)
+            grouped, _ = registered[GROUPED](module, *inputs, grouped_mask, scaling=scaling, **options)
             errors.append(difference(grouped, expected[0]) / max(CLOSE, ROUNDINGS * torch.finfo(query.dtype).eps))
         return expected
 
