@@ -16,7 +16,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist 
 # Other projects that tests and benchmarks run, each in its own environment.
 CLIENTS := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)))
 
-.PHONY: demo test test-exhaustive test-fast check check-architectures lines examples bench bench-quick clients docs wheels clean
+.PHONY: demo test test-exhaustive test-fast check check-architectures check-mutations lines examples bench bench-quick clients docs wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/slipstream demo
@@ -41,6 +41,10 @@ check: $(STAMP)
 # Checks a tiny random model of every architecture that transformers calls a causal language model, two at a time.
 check-architectures: $(STAMP)
 	@$(BIN)/python -m tests.models.check_architectures --table
+
+# Damaged GGUF files of every kind; takes hours.
+check-mutations: $(STAMP)
+	@$(BIN)/python -m tests.models.weights.check_mutations 10000
 
 # Takes 80 s on two cores: 8 prompts x 5 arms at 1 to 2 s a text, and 20 s to load, calibrate, warm up and measure costs.
 # The first time, installing takes 60 s more and fetching the model 25 s.

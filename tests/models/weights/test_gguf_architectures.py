@@ -297,3 +297,34 @@ def test_a_file_that_does_not_fit_into_memory_unpacked_is_refused(
         load(str(tmp_path / "model.gguf"), LoadOptions())
     with pytest.raises(SlipstreamError, match="unpacked to float32 it takes"):
         load(str(tmp_path / "model.gguf"), LoadOptions("float32"))
+
+
+@pytest.mark.parametrize("name", ["gemma4-experts", "deepseek2", pytest.param("granitehybrid", marks=pytest.mark.slow)])
+def test_a_file_that_is_unpacked_is_loaded(name: str, tmp_path: Path) -> None:
+    model = write_case(tmp_path / "model.gguf", architecture(name), CASES[name])
+    backend = load(str(tmp_path / "model.gguf"), LoadOptions(dtype="float32")).backend
+    backend.reserve(1, 64)
+    found, expected = backend.forward(IDS, [0], first_slot=0, logits=True), logits(model)
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "allowed"),
+    [
+        ("qwen35", "full_attention_interval", "a number from 1"),
+        ("qwen3", "attention.key_length", "a number from 1"),
+        ("granite", "attention.key_length", "a number from 1"),
+    ],
+)
+def test_numbers_that_divide_are_not_0(name: str, key: str, allowed: str, tmp_path: Path) -> None:
+    write_case(tmp_path / "model.gguf", name, CASES[name], **{key: 0})
+    with pytest.raises(SlipstreamError, match=rf"{name}.{key} is 0; allowed: {allowed}"):
+        settings_of(read_header(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("pattern, windows", [(0, "ss"), (1, "ff"), (2, "sf"), (True, "ss"), (False, "ff")])
+def test_a_pattern_of_windows_is_a_period_or_a_flag(pattern: Any, windows: str, tmp_path: Path) -> None:
+    more = {"attention.sliding_window_pattern": pattern}
+    write_case(tmp_path / "model.gguf", "gemma2", CASES["gemma2"], **more)
+    kinds = settings_of(read_header(tmp_path / "model.gguf"))["layer_types"]
+    assert "".join(kind[0] for kind in kinds)[:2] == windows

@@ -21,6 +21,7 @@ from slipstream.models.weights.model_files import is_gguf
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
 from tests.support.gguf_files import byte_level, write_model
+from tests.support.gguf_mutations import Parts
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -266,3 +267,14 @@ def test_the_size_of_a_tensor_of_a_foreign_type_is_checked(tmp_path: Path) -> No
     offset = content.index(name) + len(name) + 12  # the field of its rows
     (tmp_path / "more.gguf").write_bytes(content[:offset] + struct.pack("<Q", 1 << 40) + content[offset + 8 :])
     check_refusal(tmp_path / "more.gguf", r"is truncated: .* tensor 'blk.1.ffn_down.weight' ends at byte")
+
+
+def test_an_array_of_arrays_is_refused_where_numbers_are_needed(folder: Path, tmp_path: Path) -> None:
+    parts = Parts.of(folder / "whole.gguf")
+    inner = struct.pack("<IQI", 4, 1, 2)
+    value = next(value for value in parts.values if value[0] == b"llama.attention.head_count_kv")
+    value[1] = struct.pack("<IIQ", 9, 9, 1) + inner
+    (tmp_path / "nested.gguf").write_bytes(parts.written())
+    check_refusal(
+        tmp_path / "nested.gguf", "head_count_kv is an array of arrays; allowed: an array of numbers or of texts"
+    )

@@ -209,7 +209,10 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)  # for calls by transformers
 def repeats_of(config: Any) -> int | None:
     """How many query heads share a key head, or None where heads are not laid out that way."""
     heads = getattr(config, "num_attention_heads", None)
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    try:
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+    except RuntimeError:  # transformers, of a field that differs from layer to layer
+        return None
     if not isinstance(heads, int) or not isinstance(key_heads, int) or heads % key_heads:
         return None
     return heads // key_heads

@@ -108,6 +108,8 @@ def settings_of(header: GGUFHeader) -> Settings:
 def _rotate(metadata: Metadata, settings: Settings, partly: bool) -> None:
     """Check the lengths of heads, and add how much of a head is rotated."""
     size = settings["head_dim"]
+    if not size:
+        raise metadata.wrong("attention.key_length", size, "a number from 1")
     metadata.expect("attention.value_length", size)
     if not partly:
         metadata.expect("rope.dimension_count", size)
@@ -272,10 +274,13 @@ def _windows(metadata: Metadata, settings: Settings, period: int) -> None:
     """Layers with a window, and the last of each `period` without one, unless the file has a flag for each layer."""
     layers = settings["num_hidden_layers"]
     name = "attention.sliding_window_pattern"
-    if isinstance(metadata.raw(name), int):  # the period, or one flag for all layers
-        period = int(metadata.value(name, type(metadata.raw(name))))
-    pattern = metadata.values(name, bool, []) if metadata.raw(name) is None else []
-    has_window = pattern[:layers] or [bool((layer + 1) % period) for layer in range(layers)]
+    flags = []
+    if type(metadata.raw(name)) is int:
+        period = metadata.value(name, int)  # 0: all layers have a window
+    else:
+        flags = metadata.values(name, bool, [])
+        flags = flags if isinstance(flags, list) else [flags] * layers
+    has_window = flags[:layers] or [not period or bool((layer + 1) % period) for layer in range(layers)]
     settings["layer_types"] = ["sliding_attention" if window else "full_attention" for window in has_window]
 
 
@@ -389,6 +394,8 @@ def _groups(metadata: Metadata, settings: Settings) -> None:
 
 def _qwen35(metadata: Metadata, settings: Settings) -> None:
     interval = metadata.value("full_attention_interval", int, 4)
+    if not interval:
+        raise metadata.wrong("full_attention_interval", interval, "a number from 1")
     layers = range(settings["num_hidden_layers"])
     settings["layer_types"] = ["linear_attention" if (i + 1) % interval else "full_attention" for i in layers]
     inner, heads = metadata.value("ssm.inner_size", int), settings["linear_num_value_heads"]

@@ -128,7 +128,10 @@ class GGUFHeader:
         with self.file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             reader = _Reader(data, self.spans[name][0])
             reader.string()
-            return reader.array() if reader.number("I") == ARRAY else []
+            reader.number("I")
+            if (kind := reader.number("I")) != STRING and kind not in SCALARS:
+                raise self.wrong(f"{name} is an array of arrays", "an array of numbers or of texts")
+            return reader.array(kind)
 
     def check_model(self) -> None:
         """Refuse a file that holds something other than a model, or whose metadata claim larger tensors than it has.
@@ -241,9 +244,9 @@ class _Reader:
                 raise EOFError(f"a text of {length} bytes")
         self.position = offset
 
-    def array(self) -> list[Any]:
-        """The items of an array of texts or numbers, whose size `value` has checked before."""
-        inner, count = self.number("I"), self.number("Q")
+    def array(self, inner: int) -> list[Any]:
+        """The items of an array of texts or numbers of this type, whose size `value` has checked before."""
+        count = self.number("Q")
         if inner == STRING:
             return [self.string() for _ in range(count)]
         items = struct.unpack_from(f"<{count}{SCALARS[inner]}", self.data, self.position)
