@@ -82,6 +82,7 @@ def test_auto_lengths_come_near_the_best_fixed_length_in_batches(accepted: float
     assert seconds(records, table, "model", None, batch) < 1.08 * min(fixed)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("exponent", [0.0, 0.8, 1.0])  # same experts for all tokens, correlated, independent
 @pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("batch", [1, 4])

@@ -169,7 +169,7 @@ def test_a_mixture_is_calibrated_and_counted_and_keeps_its_texts(tmp_path: Path)
     plain, drafted = ([count for count in counts if count is not None] for counts in read)
     assert all(3 <= count <= 8 for count in (*plain, *drafted)) and len(plain) >= 59 and max(drafted) > 3
     assert results[-1].to_dict()["stats"]["experts_per_round"] == pytest.approx(fmean(drafted))
-    dense = SpeculativeDecoder(shared("qwen2"), drafter="none").generate(prompts[0], params)
+    dense = SpeculativeDecoder(shared("qwen2"), drafter="none").generate([5, 9, 5], params)
     assert dense.stats.experts_per_round is None and {round.experts_read for round in dense.rounds} == {None}
 
 
