@@ -196,6 +196,11 @@ def test_texts_come_as_soon_as_no_mark_can_begin_in_them() -> None:
     assert next(piece.call for piece in parser.feed(f"<tool_call>{ONE}</tool_call>")) is not None
 
 
+def test_json_that_is_no_call_comes_at_once() -> None:
+    parser = AnswerParser(HERMES_FORM, TOOLS)
+    assert [[piece.text for piece in parser.feed(text)] for text in ("{", '"', 'city": "')] == [[], [], ['{"city": "']]
+
+
 def broken_answer(draw: random.Random, form: AnswerForm) -> str:
     """Marks, examples cut anywhere and other text, at random."""
     assert form.thought is not None
