@@ -18,6 +18,7 @@ from slipstream.tokenization.answer_forms import AnswerForm, CallForm
 from slipstream.tokenization.tokenizer import ToolCall
 
 Kind = Literal["thought", "text", "call"]
+KEPT = 4096  # characters that were read, before they are forgotten
 CAN_END_CALLS = re.compile(r"[}\])>]")
 SPACE = re.compile(r"\s*")
 # JSON that may be a call without marks; in a fence, it is one only if the fence is the whole answer
@@ -72,6 +73,10 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[AnswerPiece]:
         """The pieces that this text completes."""
+        if self._place > KEPT:  # one character stays, so that nothing else looks like the beginning of the answer
+            cut = self._place - 1
+            self._text, self._place = self._text[cut:], 1
+            self._search, self._asked = max(0, self._search - cut), max(0, self._asked - cut)
         self._text += text
         return self._pieces(is_end=False)
 
@@ -227,9 +232,7 @@ class AnswerParser:
 
     def _section(self, form: CallForm, place: int, is_end: bool) -> _Section | None:
         """The calls of a section whose opening mark ends here; None if it is text."""
-        if not is_end and self._asked and not CAN_END_CALLS.search(self._text, self._asked):
-            raise _Unfinished  # nothing came that can complete it
-        self._asked = len(self._text)
+        self._wait_for_end(is_end)
         calls: list[ToolCall] = []
         while True:
             try:
@@ -247,6 +250,12 @@ class AnswerParser:
                 break
         self._asked = 0
         return _Section(calls, place) if calls else None
+
+    def _wait_for_end(self, is_end: bool) -> None:
+        """Raise `_Unfinished` if calls were not complete before, and nothing came that can complete them."""
+        asked, self._asked = self._asked, len(self._text)
+        if asked and not is_end and not CAN_END_CALLS.search(self._text, asked):
+            raise _Unfinished
 
     def _calls_at(self, form: CallForm, place: int, is_end: bool) -> tuple[list[ToolCall], int]:
         """The calls at a place, usually one, and the character behind them. ValueError if there are none."""
@@ -290,14 +299,12 @@ class AnswerParser:
 
     def _bare_calls(self, place: int, is_end: bool) -> _Section | None:
         """Calls of the request's tools that are JSON without marks."""
-        if self._asked and not is_end and not CAN_END_CALLS.search(self._text, self._asked):
-            raise _Unfinished
         fence = self._matched(FENCE, place, is_end)
         place = place if fence is None else fence.end()
         if self._matched(BARE_CALL, place, is_end) is None:
             return None
+        self._wait_for_end(is_end)
         calls: list[ToolCall] = []
-        self._asked = len(self._text)
         while True:
             try:
                 value, end = _json(self._text, place, is_end)

@@ -100,10 +100,9 @@ def test_a_closing_mark_inside_arguments_does_not_end_the_call(name: str) -> Non
     ours = HFTokenizer(tokenizer(rendered, template))
     mark = template["fields"]["tool_calls"]["close"]
     written = {"x": f"a{mark}b{mark}"}
+    opening = template["fields"]["tool_calls"].get("open")
     call = (
-        f"[call:add]{json.dumps(written)}"
-        if "name" in name
-        else "<<" + json.dumps({"name": "add", "arguments": written})
+        opening + json.dumps({"name": "add", "arguments": written}) if opening else f"[call:add]{json.dumps(written)}"
     )
     assert read(ours, f"{call}{mark}{call}{mark}") == [written, written]
     assert read(ours, f"{call}{mark}{call[:-2]}") == [written]

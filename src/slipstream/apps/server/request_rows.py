@@ -115,6 +115,7 @@ def answer_constraint(
             )
         if field == "tool_choice":
             assert isinstance(fields, ChatFields)
+            check_tools_read(tokenizer)
             return _calls(forced_tools(fields, tools), fields, tokenizer, calls_preamble)
         schema = _response_schema(fields)
         if offered and isinstance(tokenizer, AnswerTokenizer) and tokenizer.call_text() is not None:
@@ -163,7 +164,6 @@ def _calls(
     """A constraint to calls in the model's own form, or to JSON of the schema `answer` if there is one."""
     text = tokenizer.call_text() if isinstance(tokenizer, AnswerTokenizer) else None
     if text is None or not isinstance(tokenizer, AnswerTokenizer):
-        check_tools_read(tokenizer)
         raise refused("tool_choice: this model's form of calls is not known; allowed: 'none', 'auto'", "tool_choice")
     form, tokens, several = tokenizer.answer_form(), tokenizer.special_tokens(), fields.parallel_tool_calls is not False
     rules, schemas = call_grammar(form.calls, text, tools, tokens, several=several)
