@@ -9,12 +9,12 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from slipstream.errors import UsageError, did_you_mean, one_line
 from slipstream.tokenization import tool_calls
 from slipstream.tokenization.byte_vocabulary import ByteTokens
+from slipstream.tokenization.chat_template import compiled
+from slipstream.tokenization.file_tokenizer import FileTokenizer
 from slipstream.tokenization.hf_byte_tokens import TokenNames, read_byte_tokens
 from slipstream.tokenization.tokenizer import PLAIN_CHAT, CallForm, ChatForm, ParsedAnswer, check_text
 
@@ -28,6 +28,8 @@ def tokenizer_in(value: Any, name: str) -> Any:
 
     name: of the argument.
     """
+    from transformers import PreTrainedTokenizerBase  # takes seconds
+
     for tokenizer in (value, getattr(value, "tokenizer", None)):
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             return tokenizer
@@ -36,7 +38,7 @@ def tokenizer_in(value: Any, name: str) -> Any:
 
 
 class HFTokenizer:
-    """A `PreTrainedTokenizer` as Slipstream uses it."""
+    """A `PreTrainedTokenizer` or a `FileTokenizer` as Slipstream uses it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.inner = tokenizer
@@ -219,7 +221,7 @@ def _warn_of_unread_calls(template: str) -> None:
 def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
     """The variables of a chat template, and all names that may be those of a message's fields."""
     try:
-        environment = _compile_jinja_template(template).environment  # the one that renders it, with all its extensions
+        environment = compiled(template).environment
         parsed = environment.parse(template)
     except TemplateError as error:
         raise UsageError(f"the chat template cannot be read: {one_line(error)}") from error
@@ -230,6 +232,8 @@ def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
 
 def _backend_alone_decodes(kind: Any) -> bool:
     """True if `decode` only calls the backend, which is then called directly: streams decode twice per token."""
+    if kind is FileTokenizer:
+        return True
     from transformers import PreTrainedTokenizerFast as Fast  # takes seconds
 
     return issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode
