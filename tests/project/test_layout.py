@@ -71,6 +71,7 @@ def test_imports_form_no_cycle(graph: dict[str, set[str]]) -> None:
 
 HF = (
     "slipstream.tokenization.hf_",  # tokenizers
+    "slipstream.tokenization.file_tokenizer",
     "slipstream.models.weights",
     "slipstream.models.plain_models",
     "slipstream.models.quantised_models",

@@ -32,10 +32,14 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
         return wrap_model(source, tokenizer, options)
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         with paused_collection():
+            from slipstream.models.decoder.planned_model import PlannedModel
+            from slipstream.models.planned_models import load_planned
             from slipstream.models.quantised_models import load_in_blocks
 
             # before `pretrained`, which imports for two seconds: a GGUF file is packed meanwhile
             quantised = None if PLAN in options.extra else load_in_blocks(str(source), options)
+            if quantised is not None and isinstance(quantised.model, PlannedModel):
+                return load_planned(str(source), options, tokenizer, quantised)
             from slipstream.models.pretrained import load_pretrained
 
             return load_pretrained(str(source), options, tokenizer, quantised)

@@ -20,12 +20,12 @@ from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import INDEX, SINGLE, CheckpointFiles, check_not_quantised, file_of
 from slipstream.models.weights.transformers_reader import (
     DTYPES,
-    READER_ERRORS,
     auto_class,
     check_weights,
     device_named,
     is_applied_by_transformers,
     quietly,
+    reader_errors,
     wrong_rotation,
 )
 
@@ -56,7 +56,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
                 arguments["device_map"] = {"": device}  # weights go straight to the GPU, not through the host's memory
             arguments |= options.files | options.extra
             model, report = auto_class(config).from_pretrained(folder, **arguments, output_loading_info=True)
-    except READER_ERRORS as error:
+    except reader_errors() as error:
         raise wrong_rotation(source, config) or not_loaded(source, folder, error) from error
     check_weights(source, report, bool(options.extra.get("ignore_mismatched_sizes")))
     if file_of(folder, SINGLE, options.files) is None and file_of(folder, INDEX, options.files) is not None:
@@ -90,7 +90,7 @@ def _adapter(source: str, folder: str, options: LoadOptions) -> Adapter | None:
         return adapter_at(source, folder, options.files)
     except UsageError:
         raise
-    except READER_ERRORS as error:
+    except reader_errors() as error:
         raise not_loaded(source, folder, error) from error
 
 

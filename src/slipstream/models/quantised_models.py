@@ -29,11 +29,17 @@ from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.quantised_linear import BITS, FORMATS, pieces, rows_of_blocks
 from slipstream.models.cpu.structs import INPUTS
+from slipstream.models.decoder.planned_model import planned_model
 from slipstream.models.hf.block_model import check_kernels, empty_model, fill
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.adapters import adapter_at
 from slipstream.models.weights.gguf_architectures import settings_of
-from slipstream.models.weights.gguf_configuration import described, described_configuration, unreadable_gguf
+from slipstream.models.weights.gguf_configuration import (
+    described,
+    described_configuration,
+    described_settings,
+    unreadable_gguf,
+)
 from slipstream.models.weights.gguf_conversion import check_memory
 from slipstream.models.weights.gguf_file import GGUFHeader, read_header
 from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind, check_single
@@ -50,12 +56,12 @@ from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles, file_of, located
 from slipstream.models.weights.transformers_reader import (
     DTYPES,
-    READER_ERRORS,
     check_weights,
     device_named,
     from_config,
     is_applied_by_transformers,
     quietly,
+    reader_errors,
 )
 
 log = logging.getLogger("slipstream")
@@ -98,7 +104,7 @@ def generation_settings(source: str, folder: str, files: Mapping[str, Any]) -> A
     try:
         if file_of(folder, GENERATION, files) is not None:
             return GenerationConfig.from_pretrained(folder, **located(files))
-    except READER_ERRORS as error:
+    except reader_errors() as error:
         raise SlipstreamError(f"model {source!r}: {GENERATION} could not be read: {one_line(error)}") from error
     return None
 
@@ -182,10 +188,14 @@ class GGUFFile:
 
     def _filled(self, header: GGUFHeader, folder: Path, activations: str, ahead: PackedAhead) -> Any:
         """The model that `folder` describes; see `block_model.fill`."""
-        config = described_configuration(header, folder)
-        model = empty_model(lambda: config, lambda error: unreadable_gguf(header.file, error))
+        planned = planned_model(described_settings(header, folder))
+        if planned is not None:
+            model, calls = planned, planned.linear_calls()
+        else:
+            config = described_configuration(header, folder)
+            model, calls = empty_model(lambda: config, lambda error: unreadable_gguf(header.file, error)), None
         tensors = GGUFTensors(header, ahead)
-        filled = fill(model, tensors, activations)
+        filled = fill(model, tensors, activations, calls)
         tensors.check_unused()
         return filled
 
@@ -247,7 +257,7 @@ def _configuration(folder: str, options: LoadOptions) -> dict[str, Any]:
         if modelopt and isinstance(config, dict) and config.get("quantization_config") is None:
             quantisation = {"quant_method": "modelopt", MODELOPT_FILE: True} | modelopt["quantization"]
             return config | {"quantization_config": quantisation}
-    except READER_ERRORS:
+    except reader_errors():
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -303,7 +313,7 @@ class _Checkpoint:
                     ignore_mismatched_sizes=True,
                     output_loading_info=True,
                 )
-        except READER_ERRORS as error:
+        except reader_errors() as error:
             raise not_loaded(self.source, self.folder, error) from error
         check_weights(self.source, report)
         return self.folder, self._with_generation(model).to(device_named(options.device))

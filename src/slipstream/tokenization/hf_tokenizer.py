@@ -10,13 +10,13 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from slipstream.errors import UsageError, did_you_mean, one_line
 from slipstream.tokenization import answer_form_choice
 from slipstream.tokenization.answer_forms import AnswerForm, CallText
 from slipstream.tokenization.byte_vocabulary import ByteTokens
+from slipstream.tokenization.chat_template import compiled
+from slipstream.tokenization.file_tokenizer import FileTokenizer
 from slipstream.tokenization.hf_byte_tokens import TokenNames, read_byte_tokens
 from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, check_text
 
@@ -30,6 +30,8 @@ def tokenizer_in(value: Any, name: str) -> Any:
 
     name: of the argument.
     """
+    from transformers import PreTrainedTokenizerBase  # takes seconds
+
     for tokenizer in (value, getattr(value, "tokenizer", None)):
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             return tokenizer
@@ -38,7 +40,7 @@ def tokenizer_in(value: Any, name: str) -> Any:
 
 
 class HFTokenizer:
-    """A `PreTrainedTokenizer` as Slipstream uses it."""
+    """A `PreTrainedTokenizer` or a `FileTokenizer` as Slipstream uses it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.inner = tokenizer
@@ -265,7 +267,7 @@ def _warn_of_unread_calls(template: str) -> None:
 def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
     """The variables of a chat template, and all names that may be those of a message's fields."""
     try:
-        environment = _compile_jinja_template(template).environment  # the one that renders it, with all its extensions
+        environment = compiled(template).environment
         parsed = environment.parse(template)
     except TemplateError as error:
         raise UsageError(f"the chat template cannot be read: {one_line(error)}") from error
@@ -276,6 +278,8 @@ def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
 
 def _backend_alone_decodes(kind: Any) -> bool:
     """True if `decode` only calls the backend, which is then called directly: streams decode twice per token."""
+    if kind is FileTokenizer:
+        return True
     from transformers import PreTrainedTokenizerFast as Fast  # takes seconds
 
     return issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode

@@ -34,7 +34,7 @@ from slipstream.models.layouts import make_session
 from slipstream.models.load import load
 from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, is_loaded, is_toy, refuse_unused
 from slipstream.models.model_size import larger, num_weights_read
-from slipstream.models.weights.model_files import EMBEDDED, NO_DRAFT
+from slipstream.models.weights.model_files import EMBEDDED, NO_DRAFT, is_gguf
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_agreement, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
@@ -339,7 +339,7 @@ def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
     """The MTP layers in the target's checkpoint, if the drafter can use a draft model and none is named."""
     if not _can_use_draft_model(config) or PLAN in config.load_options:
         return None
-    if not isinstance(target.backend, HiddenStates):
+    if not isinstance(target.backend, HiddenStates) or is_gguf(target.source):
         return None
     from slipstream.models.heads.mtp import brings_mtp, load_mtp  # transformers takes seconds to import
 
@@ -412,10 +412,11 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
     if is_toy(draft):
         _refuse_settings_of_weights(config, "the toy model has no weights")
         return load(draft, options, tokenizer)
-    from slipstream.models.heads.head_files import EMBEDDED_NAME, head_files  # imports transformers, for seconds
-    from slipstream.models.heads.load import load_head
+    from slipstream.models.heads.head_files import EMBEDDED_NAME, head_files
 
     if (files := head_files(draft, options)) is not None:
+        from slipstream.models.heads.load import load_head  # imports transformers, for seconds
+
         _refuse_settings_of_models(config, f"the draft head {files.source!r}")
         head = load_head(files, target, options)
         if (trained_for := files.trained_for(target.name)) is not None:

@@ -14,6 +14,7 @@ from slipstream.models.decoder import attention as grouped
 from slipstream.models.decoder.attention import UngroupableError
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import group_queries
+from slipstream.models.hf.interfaces import AttentionInterface
 from slipstream.models.hf.trials import OwnLogits
 from slipstream.models.notices import warn_slower
 from tests.support.tiny_models import fresh
@@ -77,7 +78,7 @@ def test_a_model_that_answers_differently_keeps_its_own_attention(monkeypatch: p
     def wrong(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> tuple[Tensor, None]:
         return query.transpose(1, 2) * 3, None
 
-    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.GROUPED, wrong)
+    monkeypatch.setitem(AttentionInterface._global_mapping, grouped.GROUPED, wrong)
     backend = HFBackend(fresh("llama"))
     group_queries(backend)
     assert backend.model.config._attn_implementation == "sdpa" and backend.masks.repeats is None
@@ -91,7 +92,7 @@ def test_where_logits_show_nothing_attention_is_compared_call_by_call(
     def scaled(*inputs: Any, **options: Any) -> tuple[Tensor, None]:
         return grouped.grouped_attention(*inputs, **options)[0] * scale, None
 
-    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.GROUPED, scaled)
+    monkeypatch.setitem(AttentionInterface._global_mapping, grouped.GROUPED, scaled)
     monkeypatch.setattr(OwnLogits, "error", lambda self: 0.3)  # as in models whose layers make roundings grow
     backend = HFBackend(fresh("llama"))
     group_queries(backend)
@@ -115,7 +116,7 @@ def test_a_model_that_refuses_the_grouped_mask_keeps_its_own_attention_with_one_
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_slower.cache_clear()
-    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.GROUPED, Raising(error))
+    monkeypatch.setitem(AttentionInterface._global_mapping, grouped.GROUPED, Raising(error))
     for _ in range(2):
         backend = HFBackend(fresh("llama"))
         group_queries(backend)
@@ -127,7 +128,7 @@ def test_a_model_that_refuses_the_grouped_mask_keeps_its_own_attention_with_one_
 
 @pytest.mark.parametrize("error", [AttributeError("a typo"), TypeError("a typo"), KeyError("a typo")])
 def test_a_bug_in_grouped_attention_is_raised(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.GROUPED, Raising(error))
+    monkeypatch.setitem(AttentionInterface._global_mapping, grouped.GROUPED, Raising(error))
     with pytest.raises(type(error), match="a typo"):
         group_queries(HFBackend(fresh("llama")))
 

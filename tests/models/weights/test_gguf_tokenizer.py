@@ -5,28 +5,28 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Regex, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.weights.default_model import embedded_model
 from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_file import read_header
-from slipstream.models.weights.gguf_tokenizer import SPLITS
+from slipstream.models.weights.gguf_tokenizer import SPLITS, read_tokenizer
 from slipstream.models.weights.model_files import CONVERSION, is_converted
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary, load_tokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.tokenization.vocabulary import VocabularyInfo
 from tests.support.gguf_files import ALPHABET, byte_level, write_model
-from tests.support.markers import subcases
+from tests.support.markers import needs_transformers, subcases
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -61,7 +61,11 @@ def info_of(
 def tokens(info: VocabularyInfo, text: str) -> list[str]:
     """The tokens of a text as the vocabulary spells them."""
     assert isinstance(info.tokenizer, HFTokenizer)
-    return list(info.tokenizer.inner.convert_ids_to_tokens(info.tokenizer.encode(text)))
+    return spelled(info.tokenizer, info.tokenizer.encode(text))
+
+
+def spelled(tokenizer: HFTokenizer, ids: Iterable[int]) -> list[str]:
+    return [tokenizer.inner.backend_tokenizer.id_to_token(number) for number in ids]
 
 
 @subcases(
@@ -156,7 +160,7 @@ def test_a_tokenizer_class_of_transformers_does_not_change_the_split(tmp_path: P
     info_of(tmp_path, byte_level("gpt-2", {"<end>": 3}, eos="<end>"), name="qwen2")
     folder = described(read_header(tmp_path / "some.gguf"))
     loaded = load_tokenizer("some", str(folder))
-    assert loaded is not None and loaded.inner.convert_ids_to_tokens(loaded.encode("\n\n1")) == ["Ċ", "Ċ", "1"]
+    assert loaded is not None and spelled(loaded, loaded.encode("\n\n1")) == ["Ċ", "Ċ", "1"]
     other = AutoTokenizer.from_pretrained(folder)  # negative control: Qwen2's own split, whatever the folder says
     assert other.convert_ids_to_tokens(other("\n\n1")["input_ids"]) == ["ĊĊ", "1"]
 
@@ -175,6 +179,58 @@ def test_a_space_is_put_before_a_text_if_the_file_says_so(prefix: bool, tmp_path
     info = info_of(tmp_path, sentencepiece, add_space_prefix=prefix)
     assert tokens(info, "a") == (["<s>", "▁a"] if prefix else ["<s>", "a"])
     assert info.tokenizer is not None and info.tokenizer.decode(info.tokenizer.encode("a")) == "a"
+
+
+PIECES = ("▁", "a", "b", "c", "▁a", "ab", "▁ab", "abc", "bc", "aa", ".", "\n", "▁b", "é", "<start_of_turn>", "<mask>")
+
+
+@needs_transformers("5.23", "reading of SentencePiece")
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma3", "gemma4"])
+def test_sentencepiece_is_what_transformers_builds(architecture: str, tmp_path: Path) -> None:
+    file, is_gemma = tmp_path / "vocabulary.gguf", "gemma" in architecture
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>"] if is_gemma else ["<unk>", "<s>", "</s>"]
+    spaces = ["  ", "    "] if architecture == "gemma3" else ["▁▁", "▁▁▁▁"]
+    words = [*pieces, *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, *spaces, "<think>"]
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_tokenizer_model("gemma4" if architecture == "gemma4" else "llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(number // 2) for number in range(len(words))])  # some are equal
+    kinds = [3] * len(pieces) + [6] * 256 + [3 if "start" in word else 1 for word in PIECES]
+    writer.add_token_types([*kinds, 4, 1, 4])
+    if architecture == "gemma4":
+        writer.add_token_merges(["a b", "ab c", "▁ a", "▁ ▁", "▁▁ ▁▁"])
+    writer.add_bos_token_id(words.index(pieces[-2]))
+    writer.add_unk_token_id(words.index("<unk>"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    built, reference = (
+        read_tokenizer(read_header(file)),
+        PreTrainedTokenizerFast.from_pretrained(tmp_path, gguf_file=file.name),
+    )
+    assert built is not None and len(built) == len(reference) == len(words)
+    for text in (
+        "abc ab  aa.",
+        " a\n\n b    c",
+        "",
+        "  ",
+        "<start_of_turn>ab<think> a<mask>é日<eos></s>",
+        "abcabc aabc",
+    ):
+        ids = built(text, add_special_tokens=False)["input_ids"]
+        assert ids == reference(text, add_special_tokens=False)["input_ids"], text
+        assert built.decode(ids) == reference.decode(ids)
+    assert built.special_tokens_map == reference.special_tokens_map
+    special, expected = (
+        {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        for tokenizer in (built, reference)
+    )
+    assert special == expected
+
+
+def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match=r"tokenizer\.ggml\.model is 't5'; allowed: gpt2, llama, gemma4"):
+        info_of(tmp_path, lambda writer: writer.add_tokenizer_model("t5"))
 
 
 TURNS = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3, "<stop>": 3}
@@ -200,8 +256,8 @@ def test_answers_end_at_every_token_that_ends_a_turn(
 ) -> None:
     info = info_of(tmp_path, byte_level("smollm", added, **ids), template=template)
     assert isinstance(info.tokenizer, HFTokenizer)
-    assert set(info.tokenizer.inner.convert_ids_to_tokens(info.end_ids)) == ends
-    assert info.tokenizer.inner.eos_token == ids["eos"]
+    assert set(spelled(info.tokenizer, info.end_ids)) == ends
+    assert info.tokenizer.inner.special_tokens_map["eos_token"] == ids["eos"]
 
 
 def test_a_loaded_model_has_the_end_tokens_of_its_vocabulary(tmp_path: Path) -> None:
@@ -229,7 +285,7 @@ def test_a_conversion_of_an_older_version_is_repeated(tmp_path: Path, cache: Pat
         assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
         assert not (folder / "added_tokens.json").exists()
         loaded = load_tokenizer(name, str(folder))
-        assert loaded is not None and loaded.inner.convert_ids_to_tokens(loaded.encode("\n\n1")) == ["ĊĊ", "1"]
+        assert loaded is not None and spelled(loaded, loaded.encode("\n\n1")) == ["ĊĊ", "1"]
         before = (folder / "config.json").stat().st_mtime_ns
         assert Path(resolve(name)) == folder and (folder / "config.json").stat().st_mtime_ns == before
 

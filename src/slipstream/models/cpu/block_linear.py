@@ -163,6 +163,19 @@ class BlockLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {formats}, {self.activations}"
 
 
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose rows are multiplied by a number."""
+
+    def __init__(self, weight: Tensor, scale: float) -> None:
+        rows, size = weight.shape
+        super().__init__(rows, size, _weight=weight)
+        self.scale = scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: token ids [...] -> [..., size]."""
+        return super().forward(input) * self.scale
+
+
 class BlockEmbedding(nn.Module):
     """An embedding that unpacks rows when they are looked up. weight: its first rows only, which tell models apart."""
 
@@ -180,8 +193,9 @@ class BlockEmbedding(nn.Module):
         """ids: [...] -> [..., embedding_dim]."""
         rows = self.part.rows(ids.flatten())
         (inner,) = self._inner
-        if type(inner) is nn.Embedding:
-            return rows.view(*ids.shape, self.embedding_dim)
+        if type(inner) in (nn.Embedding, ScaledEmbedding):
+            rows = rows.view(*ids.shape, self.embedding_dim)
+            return rows * inner.scale if isinstance(inner, ScaledEmbedding) else rows
         indices = torch.arange(len(rows)).view(ids.shape)
         return torch.func.functional_call(inner, {"weight": rows}, (indices,))
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from slipstream.core.trees import TreeSegment
 from slipstream.models.decoder.attention import Cut
-from slipstream.models.decoder.cache import Layout, SlotCache
+from slipstream.models.decoder.cache import Layout
+from slipstream.models.hf.interfaces import ModelCache
 
 WIDTHS = (1, 2, 4, 8, 16, 32)  # few: a capture takes as long as 100 replays, and replays of any width take as long
 MAX_TOKENS = 256  # rows times width of a bucket; beyond it the arithmetic hides the launches
@@ -48,7 +49,7 @@ class IndexedForward:
     ancestors: Tensor | None = None
 
 
-class IndexedCache(SlotCache):
+class IndexedCache(ModelCache):
     """A slot cache that can also be indexed by tensors, so that a replayed graph writes where they point by then.
 
     forward: the next forward, if it is indexed.

@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from slipstream.errors import SlipstreamError
 
@@ -194,16 +191,14 @@ def grouped_attention(
         allowed = allowed[None, None] if attention_mask is None else attention_mask
         mask = group_mask(allowed, query.shape[1] // key.shape[1], query.dtype)
     else:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward  # the caller, which is imported
+
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
         return plain
     form = Scores(scaling, softcap or 0.0, s_aux)
     return attend(query, key, value, mask, form).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(GROUPED, grouped_attention)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)  # for calls by transformers itself
 
 
 def repeats_of(config: Any) -> int | None:

@@ -25,8 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
@@ -108,19 +106,15 @@ def _rows_and_columns(counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(row), torch.from_numpy(column)
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer:
     """Keys and values of one attention layer: [slots, heads, positions, head size], written where the cache says."""
 
     is_sliding = False
     is_compileable = False
 
     def __init__(self) -> None:
-        super().__init__()
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: `SlotCache.reserve` allocates."""
+        self.keys: Any = None  # a tensor once something was written
+        self.values: Any = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """`SlotCache.update` writes; a layer on its own does not know where."""
@@ -140,7 +134,7 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
 
-class SlotCache(Cache):
+class SlotCache:
     """Slot-addressed KV cache of a model and its layer subsets.
 
     `place`, `place_ragged` and `place_tree` decide where the next forward writes. In a ragged forward, long rows attend
@@ -159,7 +153,7 @@ class SlotCache(Cache):
     spare_positions = 0
 
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
+        self.layers = [SlotLayer() for _ in range(num_layers)]
         self.attended_unit = ATTENDED_UNIT
         self.attended_lengths: tuple[int, ...] = ()
         self.shape = self.held = (0, 0)

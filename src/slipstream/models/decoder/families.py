@@ -10,9 +10,8 @@ import inspect
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
-
-from transformers import PretrainedConfig
 
 from slipstream.models.decoder.mixtures import experts_plan
 from slipstream.models.decoder.plan import DecoderPlan, LayerPlan, NormPlan, UnknownLayerError, activation_named
@@ -63,12 +62,8 @@ def plan_of(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
 
 def unknown_field(config: Any, further: frozenset[str]) -> str | None:
     """The first field, with its value, that may change what is computed and is neither common nor one of these."""
-    declared = {
-        name
-        for kind in type(config).__mro__
-        if issubclass(kind, PretrainedConfig) and kind is not PretrainedConfig
-        for name in inspect.get_annotations(kind)
-    }
+    kinds = takewhile(lambda kind: kind.__module__ != "transformers.configuration_utils", type(config).__mro__)
+    declared = {name for kind in kinds for name in inspect.get_annotations(kind)}
     for name, value in config.to_dict().items():
         if name not in COMMON | further and value and (name in declared or _changes_numbers(config, name, value)):
             return f"{name}={value!r}"

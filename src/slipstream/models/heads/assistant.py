@@ -23,7 +23,7 @@ from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_files import HeadFiles, check_size
 from slipstream.models.heads.head_tensors import converter, refuse_draft_dtype
 from slipstream.models.loaded import Loaded, LoadOptions
-from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
+from slipstream.models.weights.transformers_reader import quietly, reader_errors
 
 SLIDING = "sliding_attention"
 
@@ -237,5 +237,5 @@ class _Reader:
         try:
             with quietly():
                 return kind.from_pretrained(self._files.folder, **settings, **self._options.files)
-        except READER_ERRORS as error:
+        except reader_errors() as error:
             raise SlipstreamError(f"draft {self._files.source!r} could not be read: {one_line(error)}") from error

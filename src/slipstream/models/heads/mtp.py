@@ -23,17 +23,18 @@ from slipstream.models.backend_capabilities import HiddenStates
 from slipstream.models.cpu.packed_linear import pack, unsupported
 from slipstream.models.cpu.quantised_linear import BITS, convert_experts
 from slipstream.models.decoder.attention import STATEFUL, MaskBuilder
-from slipstream.models.decoder.cache import KEYS_AND_VALUES, SlotCache, SlotLayer
+from slipstream.models.decoder.cache import KEYS_AND_VALUES, SlotLayer
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
 from slipstream.models.heads.features import FeatureReader, model_for
 from slipstream.models.heads.head_files import HeadFiles
 from slipstream.models.heads.head_tensors import converter, refuse_draft_dtype
+from slipstream.models.hf.interfaces import ModelCache
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
 from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers, of_another_form
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles, file_of
-from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
+from slipstream.models.weights.transformers_reader import quietly, reader_errors
 
 RETURNED = 0  # the number under which a layer's cache keeps what the layer has returned
 HIDDEN_FIRST = "input_proj.weight"  # a projection whose input has the hidden state before the token
@@ -52,7 +53,7 @@ class MtpLayer:
         """
         self.decoder, self.token_norm, self.hidden_norm, self.project = decoder, token_norm, hidden_norm, project
         self.hidden_first = hidden_first
-        self.cache = SlotCache(1)
+        self.cache = ModelCache(1)
         self.cache.hidden[RETURNED] = SlotLayer()
         self.cache.attended_unit = 1
         accepted = inspect.signature(decoder.forward).parameters
@@ -273,7 +274,7 @@ class _Reader:
                     attn_implementation=attention,
                     output_loading_info=True,
                 )
-        except READER_ERRORS as error:
+        except reader_errors() as error:
             raise SlipstreamError(
                 f"draft={MTP!r}: layer {number} of {self.files.source!r} could not be read: {one_line(error)}"
             ) from error

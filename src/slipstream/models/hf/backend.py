@@ -26,7 +26,6 @@ from slipstream.models.hf import decoder_layers
 from slipstream.models.hf.prepared_inputs import cache_name, input_device, vocab_size_of
 from slipstream.models.hf.recurrent_mixers import recurrent_states
 from slipstream.models.hf.rotations_by_length import drops_cache, rotate_by_length, texts_are_long
-from slipstream.models.hf.supported_models import check_supported
 
 
 class HFBackend:
@@ -43,6 +42,8 @@ class HFBackend:
     def __init__(self, model: Any, cache: SlotCache | None = None) -> None:
         """cache: of another backend, to share it; by default a new one."""
         if cache is None:
+            from slipstream.models.hf.supported_models import check_supported  # imports transformers
+
             check_supported(model)
         self.model = model.eval()
         self.device: torch.device = input_device(model)
@@ -287,7 +288,9 @@ class HFBackend:
 
 
 def _new_cache(model: Any, num_layers: int) -> SlotCache:
-    cache = SlotCache(num_layers)
+    from slipstream.models.hf.interfaces import ModelCache  # imports transformers
+
+    cache = ModelCache(num_layers)
     cache.states = recurrent_states(model)
     return cache
 

@@ -23,7 +23,7 @@ from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.processor import NoKernelsError
 from slipstream.models.decoder.fused_linear import Calls, fuse, linear_calls
 from slipstream.models.weights.model_files import NO_OPTIONS
-from slipstream.models.weights.transformers_reader import READER_ERRORS, from_config, quietly
+from slipstream.models.weights.transformers_reader import from_config, quietly, reader_errors
 
 
 class TensorSource(Protocol):
@@ -62,7 +62,7 @@ def empty_model(
     try:
         with quietly(), torch.device("meta"):
             model = from_config(make_config(), files, dtype=torch.float32)
-    except READER_ERRORS as error:
+    except reader_errors() as error:
         raise unreadable(error) from error
     for module in model.modules():
         empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
@@ -76,8 +76,10 @@ def empty_model(
     return model
 
 
-def fill(model: Any, tensors: TensorSource, activations: str) -> Any:
+def fill(model: Any, tensors: TensorSource, activations: str, calls: Calls | None = None) -> Any:
     """Give an empty model its tensors, in blocks where they are matrices. activations: "int8" or "int15".
+
+    calls: of its linear layers, as `linear_calls` finds them; None: it is to find them.
 
     Raises `NotInBlocksError` where the weights must be unpacked, and `SlipstreamError` where the file is damaged.
     """
@@ -85,7 +87,7 @@ def fill(model: Any, tensors: TensorSource, activations: str) -> Any:
     builder = _Builder(tensors, model, activations, block_kernels())
     builder.fill_others()
     builder.replace_embeddings()
-    builder.replace_linears()
+    builder.replace_linears(calls)
     if unfilled := [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]:
         raise NotInBlocksError(f"{unfilled[0]} belongs to no layer that is computed with blocks")
     return model.eval()
@@ -125,9 +127,9 @@ class _Builder:
                 table = self._tensors.table(f"{name}.weight", (rows, columns), self._library)
             self._model.set_submodule(name, BlockEmbedding(table, module))
 
-    def replace_linears(self) -> None:
+    def replace_linears(self, calls: Calls | None) -> None:
         """Replace all linear layers; those that share an input become one."""
-        calls = self._calls()
+        calls = self._calls() if calls is None else calls
         called = {linear for linear, _ in calls}
         for module in self._model.modules():
             if type(module) is nn.Linear and module not in called:

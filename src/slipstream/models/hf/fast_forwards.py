@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear
 from slipstream.models.cpu.compiled_layers import LayerStack, compiled_ops
@@ -39,7 +36,6 @@ from slipstream.models.notices import warn_slower
 log = logging.getLogger("slipstream")
 
 COMPARED = "slipstream_compared"  # transformers' attention beside the grouped one
-AttentionMaskInterface.register(COMPARED, sdpa_mask)
 UNLIKE = 0.5  # difference of logits that no rounding explains
 TOKENS_INDEPENDENT = "whole layers, each token as if it were alone"
 
@@ -96,6 +92,10 @@ def _attends_alike(backend: HFBackend, repeats: int, original: str) -> bool:
 
     In a model such as Gemma 3 the roundings of one layer grow through the others until its logits show nothing.
     """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
     errors, registered, config = list[float](), AttentionInterface(), backend.model.config
     is_eager = original == "eager"
 
@@ -115,8 +115,9 @@ def _attends_alike(backend: HFBackend, repeats: int, original: str) -> bool:
             errors.append(difference(grouped, expected[0]) / max(CLOSE, ROUNDINGS * torch.finfo(query.dtype).eps))
         return expected
 
-    config._attn_implementation, backend.masks.repeats = COMPARED, None
     AttentionInterface.register(COMPARED, compared)
+    AttentionMaskInterface.register(COMPARED, sdpa_mask)
+    config._attn_implementation, backend.masks.repeats = COMPARED, None
     a_few_logits(backend)
     later_logits(backend)
     return max(errors, default=math.inf) <= 1
@@ -141,12 +142,12 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
     for layer, forward in layers:
         layer.forward = forward
     if backend.device.type == "cpu":  # elsewhere forwards are captured as rectangles
-        _use_compiled_ops(backend, plan, layers, own_logits)
+        use_compiled_ops(backend, plan, layers, own_logits)
         backend.ragged = True
     return layers
 
 
-def _use_compiled_ops(
+def use_compiled_ops(
     backend: HFBackend, plan: DecoderPlan, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits
 ) -> None:
     """Give these layers compiled ops if all have them and they compute the same from the same input."""

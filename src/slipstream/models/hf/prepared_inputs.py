@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin
 
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 STATES = ("cache", "cache_params")  # of models that have recurrent layers alone
 NAMES = (*KEYS_AND_VALUES, "cache_params")
@@ -59,6 +61,8 @@ def prepares_inputs_differently(model: Any) -> bool:
 
     Only a loop that calls such a method at every step gives the model the inputs that its author meant.
     """
+    from transformers import GenerationMixin
+
     method = model.prepare_inputs_for_generation
     if str(method.__module__).startswith("transformers.") or not isinstance(model, GenerationMixin):
         return False
@@ -110,6 +114,8 @@ def _usual_method(model: Any) -> Any:
 
 
 def _filled(length: int) -> DynamicCache:
+    from transformers import DynamicCache
+
     cache = DynamicCache()
     if length:
         nothing = torch.zeros(1, 1, length, 1)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from slipstream.errors import UsageError
 from slipstream.models.hf.prepared_inputs import cache_name, prepared_name
@@ -102,6 +101,8 @@ def _switch(model: Any, module: nn.Module) -> int | None:
 
 def drops_cache(model: Any, longest_short: int) -> bool:
     """True if `generate` reads a text that becomes long again from its first token on."""
+    from transformers import DynamicCache
+
     name, cache = cache_name(model), DynamicCache()
     key = torch.zeros(1, 1, longest_short, 1)
     cache.update(key, key, 0)  # its length is what matters

@@ -12,6 +12,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 from slipstream.errors import UsageError, one_line
 from slipstream.models.decoder.attention import GROUPED, unmasked_window
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
+from slipstream.models.hf import interfaces  # noqa: F401 (makes grouped attention known)
 from slipstream.models.hf.prepared_inputs import STATES, cache_name, prepares_inputs_differently
 from slipstream.models.hf.recurrent_mixers import recurrent_layers
 

@@ -15,11 +15,11 @@ import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import slipstream.models
@@ -213,14 +213,15 @@ class PassedTrials:
 def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, layer_kind: str) -> PassedTrials:
     """The trials that a model read from files has passed. folder: where its configuration is.
 
-    layer_kind: what its layers are replaced by. Nothing is kept of a model whose code is not transformers' own, or that
-    was loaded with arguments of the caller's.
+    layer_kind: what its layers are replaced by. Nothing is kept of a model whose code is neither transformers' nor
+    Slipstream's own, or that was loaded with arguments of the caller's.
     """
     files = _files(source) or _files(folder)
     is_adapter = (Path(source).expanduser() / "adapter_config.json").is_file()  # its base model's files are not seen
-    if files is None or is_adapter or options.extra or not type(model).__module__.startswith("transformers.models."):
+    is_known = type(model).__module__.startswith(("transformers.models.", "slipstream.models."))
+    if files is None or is_adapter or options.extra or not is_known:
         return PassedTrials()
-    versions = f"torch {torch.__version__} transformers {transformers.__version__} slipstream {_digest_of_code()}"
+    versions = f"torch {torch.__version__} transformers {version('transformers')} slipstream {_digest_of_code()}"
     machine = f"{platform.machine()} {processor().model_name} threads {torch.get_num_threads()} {model.device}"
     switches = {name: value for name, value in sorted(os.environ.items()) if name.startswith("SLIPSTREAM_")}
     what = f"{type(model).__name__} {model.dtype} {arithmetic_of(model)} {layer_kind} fast {options.fast} {switches}"

@@ -18,7 +18,7 @@ from torch import nn
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.weights.safetensors_files import file_of, located
-from slipstream.models.weights.transformers_reader import READER_ERRORS
+from slipstream.models.weights.transformers_reader import reader_errors
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 # how PEFT's warnings begin that mean no other weights
@@ -77,7 +77,7 @@ class Adapter:
             return merged
         except SlipstreamError:
             raise
-        except READER_ERRORS as error:
+        except reader_errors() as error:
             raise SlipstreamError(
                 f"adapter {self.source!r} does not fit its base model {self.base!r}: {one_line(error)}"
             ) from error

@@ -1,18 +1,9 @@
-"""The configuration and the tokenizer of a GGUF file, kept in the cache folder.
-
-For a large vocabulary of SentencePiece, transformers' reader takes half a minute and a gigabyte, so it runs in a
-process of its own then.
-
-    python -m slipstream.models.weights.gguf_configuration FILE FOLDER
-"""
+"""The configuration and the tokenizer of a GGUF file, kept in the cache folder."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,28 +14,13 @@ from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cache_folder import cache_folder, writable
 from slipstream.models.notices import announce
 from slipstream.models.weights.gguf_architectures import architecture_of, settings_of
-from slipstream.models.weights.gguf_file import GGUFHeader, read_header
-from slipstream.models.weights.gguf_tokenizer import check_split, read_tokenizer, with_tokens
+from slipstream.models.weights.gguf_file import GGUFHeader
+from slipstream.models.weights.gguf_tokenizer import check_split, read_tokenizer, token_settings
 from slipstream.models.weights.model_files import CONVERSION, VERSION, is_converted
-from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
+from slipstream.models.weights.transformers_reader import reader_errors
 
-PACKAGES = ("gguf",)  # that unpack blocks without kernels, and read SentencePiece vocabularies
-LARGE = 1 << 20  # bytes of a header that is read in a process of its own
-
-
-def configuration(header: GGUFHeader) -> Any:
-    """transformers' configuration of a file's model, without the tokens that its tokenizer names."""
-    from transformers import AutoConfig
-
-    if header.tensors:
-        settings = settings_of(header)
-    else:  # a vocabulary alone
-        vocabulary = {"vocab_size": len(header.array("tokenizer.ggml.tokens"))}
-        settings = {"model_type": architecture_of(header).model_type} | vocabulary
-    try:
-        return AutoConfig.for_model(settings.pop("model_type"), **settings)
-    except READER_ERRORS as error:
-        raise unreadable_gguf(header.file, error) from error
+PACKAGES = ("gguf",)  # that unpack blocks without kernels
+CONFIG = "config.json"
 
 
 def described(header: GGUFHeader) -> Path:
@@ -57,44 +33,46 @@ def described(header: GGUFHeader) -> Path:
         return folder
     announce(f"reading the tokenizer of {header.file.name!r} (once) ...")
     with prepared(header.file.name, folder) as partial:
-        if header.size < LARGE:
-            describe(header, partial)
-        else:
-            _describe_elsewhere(header.file, partial)
+        describe(header, partial)
     return folder
 
 
 def describe(header: GGUFHeader, folder: Path) -> None:
     """Write the configuration and the tokenizer of a file into a folder."""
-    config = configuration(header)
+    if header.tensors:
+        settings = settings_of(header)
+    else:  # a vocabulary alone
+        vocabulary = {"vocab_size": len(header.array("tokenizer.ggml.tokens"))}
+        settings = {"model_type": architecture_of(header).model_type} | vocabulary
     try:
-        with quietly():
-            tokenizer = read_tokenizer(header)
-            config = with_tokens(config, header, tokenizer)
-    except READER_ERRORS as error:
+        tokenizer = read_tokenizer(header)
+    except reader_errors() as error:
         raise unreadable_gguf(header.file, error) from error
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    config.save_pretrained(folder)
+        tokenizer.save(folder)
+    settings |= token_settings(header, tokenizer)
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def described_configuration(header: GGUFHeader, folder: Path) -> Any:
-    """The configuration of a file's model, with the tokens that are named in `folder`, which `described` made.
+def described_settings(header: GGUFHeader, folder: Path) -> dict[str, Any]:
+    """The fields of the configuration of a file's model, with the tokens that are named in `folder`, which `described`
+    made.
 
     The rest is read from the file: the folder is found by the file's header, and tensors say how positions are scaled.
     """
-    config, saved = configuration(header), json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, name, saved.get(name))
-    return config
+    saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return settings_of(header) | {name: saved.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def _describe_elsewhere(file: Path, folder: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", __name__, str(file.absolute()), str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, encoding="utf-8", errors="replace")
-    if run.returncode:
-        raise SlipstreamError((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1])
+def described_configuration(header: GGUFHeader, folder: Path) -> Any:
+    """`described_settings` as transformers' configuration."""
+    from transformers import AutoConfig
+
+    settings = described_settings(header, folder)
+    try:
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    except reader_errors() as error:
+        raise unreadable_gguf(header.file, error) from error
 
 
 @contextmanager
@@ -134,10 +112,3 @@ def missing_packages() -> SlipstreamError | None:
         return None
     names = " ".join(absent)
     return SlipstreamError(f"reading GGUF files needs {names.replace(' ', ' and ')}; run: pip install {names}")
-
-
-if __name__ == "__main__":
-    try:
-        describe(read_header(Path(sys.argv[1])), Path(sys.argv[2]))
-    except SlipstreamError as error:
-        sys.exit(str(error))

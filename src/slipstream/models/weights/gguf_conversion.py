@@ -20,7 +20,7 @@ from slipstream.models.weights.gguf_file import GGUFHeader, read_header
 from slipstream.models.weights.gguf_tensors import GGUFTensors
 from slipstream.models.weights.gguf_tokenizer import check_split
 from slipstream.models.weights.model_files import NO_OPTIONS, is_converted
-from slipstream.models.weights.transformers_reader import READER_ERRORS, check_weights, from_config, quietly
+from slipstream.models.weights.transformers_reader import check_weights, from_config, quietly, reader_errors
 
 
 def convert_gguf(file: Path) -> Path:
@@ -82,7 +82,7 @@ def dequantised(header: GGUFHeader, folder: Path, dtype: torch.dtype) -> Any:
             )
     except SlipstreamError:
         raise
-    except READER_ERRORS as error:
+    except reader_errors() as error:
         raise unreadable_gguf(header.file, error) from error
     check_weights(str(header.file), report)
     return model

@@ -1,28 +1,33 @@
 """The tokenizer of a GGUF file: how text is split before merging, which tokens are whole, which ones end an answer.
 
 A file of byte-level BPE names its rule of splitting in `tokenizer.ggml.pre`; the rules are those of the original
-tokenizers, under the names that llama.cpp gives them (src/llama-vocab.cpp). Other kinds of tokenizers have no such
-rule, and transformers builds them.
+tokenizers, under the names that llama.cpp gives them (src/llama-vocab.cpp). SentencePiece has no such rule. The
+specification is what transformers builds of the same files.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import groupby
 from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.weights.gguf_file import GGUFHeader
-from slipstream.tokenization.hf_byte_tokens import byte_alphabet
+from slipstream.tokenization.file_tokenizer import FileTokenizer
+from slipstream.tokenization.hf_byte_tokens import SPACE, byte_alphabet
 
 # ruff: noqa: RUF001 (signs of other scripts that look like ours)
 
 
 log = logging.getLogger("slipstream")
 
+KINDS = ("gpt2", "llama", "gemma4")  # byte-level BPE, and two of SentencePiece
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
 MAX_SHOWN = 60  # characters of a name in a message
 MARK = "an answer of 7919"  # content of a message in a rendered conversation
@@ -211,25 +216,52 @@ ENDS = (
 )
 
 
-def read_tokenizer(header: GGUFHeader) -> Any:
+def read_tokenizer(header: GGUFHeader) -> FileTokenizer | None:
     """The tokenizer of a model; None where the file has no vocabulary."""
     kind = header.values.get("tokenizer.ggml.model", "none")
-    if kind == "gpt2":
-        return _byte_level(header)
     if kind in ("none", "no_vocab"):
         return None
-    from transformers import PreTrainedTokenizerFast
+    if kind not in KINDS:
+        raise header.wrong(f"tokenizer.ggml.model is {str(kind)[:MAX_SHOWN]!r}", ", ".join(KINDS))
+    tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(header.array("tokenizer.ggml.tokens"))]
+    types = header.array("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    unsplit = {text: kind for text, kind in zip(tokens, types, strict=False) if kind in (CONTROL, USER_DEFINED)}
+    split = _split(header) if kind == "gpt2" else None
+    if header.architecture.startswith("gemma"):  # whose files spell runs of spaces as they are
+        tokens = [SPACE * len(text) if " " in text and not text.strip() else text for text in tokens]
+    try:
+        backend = _sentencepiece(header, tokens) if split is None else _byte_level(header, tokens, unsplit, split)
+        for special, kind_of_token in ((True, CONTROL), (False, USER_DEFINED)):
+            texts = (text for text in unsplit if unsplit[text] == kind_of_token)
+            whole = [text for text in texts if backend.token_to_id(text) is not None]
+            added = [AddedToken(text, normalized=False, special=special) for text in whole]
+            (backend.add_special_tokens if special else backend.add_tokens)(added)
+    except Exception as error:
+        if type(error) is not Exception:  # what the tokenizers package raises has no kind of its own
+            raise
+        raise ValueError(f"its tokenizer: {one_line(error)}") from error
+    named = {
+        f"{name}_token": tokens[number]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if (number := _token_id(header, key, len(tokens))) is not None
+    }
+    tokenizer = FileTokenizer(backend, named, header.values.get("tokenizer.chat_template") or None)
+    by_default = kind == "llama" if split is None else split.adds_bos  # as llama.cpp does
+    tokenizer.enclose(
+        begins=bool(header.values.get("tokenizer.ggml.add_bos_token", by_default)),
+        ends=bool(header.values.get("tokenizer.ggml.add_eos_token", False)),
+    )
+    return tokenizer
 
-    file = header.file  # the first part of a split model has all metadata
-    return _sentencepiece(header, PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name))
 
-
-def with_tokens(config: Any, header: GGUFHeader, tokenizer: Any) -> Any:
-    """The configuration with the tokens that begin, pad and end texts."""
+def token_settings(header: GGUFHeader, tokenizer: FileTokenizer | None) -> dict[str, Any]:
+    """The tokens that begin, pad and end texts, as fields of a configuration."""
     size = 0 if tokenizer is None else len(tokenizer)
-    config.bos_token_id, config.pad_token_id = _token_id(header, "bos", size), _token_id(header, "padding", size)
-    config.eos_token_id = None if tokenizer is None else _end_ids(header, tokenizer)
-    return config
+    return {
+        "bos_token_id": _token_id(header, "bos", size),
+        "pad_token_id": _token_id(header, "padding", size),
+        "eos_token_id": None if tokenizer is None else _end_ids(header, tokenizer),
+    }
 
 
 def check_split(header: GGUFHeader) -> None:
@@ -250,80 +282,70 @@ def check_split(header: GGUFHeader) -> None:
     )
 
 
-def _byte_level(header: GGUFHeader) -> Any:
-    """A tokenizer of byte-level BPE, built here from the file's vocabulary, merges and name of its split."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
+def _split(header: GGUFHeader) -> Split:
+    """The rule that the file names, or llama.cpp's default."""
     name = header.values.get("tokenizer.ggml.pre") or "default"
     if name not in SPLITS:
         check_split(header)
-    split = SPLITS[name]
-    tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(header.array("tokenizer.ggml.tokens"))]
-    types = header.array("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    return SPLITS[name]
+
+
+def _byte_level(header: GGUFHeader, tokens: Sequence[str], unsplit: Container[str], split: Split) -> Tokenizer:
+    """Byte-level BPE. unsplit: tokens that are matched whole."""
     merges = [_halves(merge) for merge in header.array("tokenizer.ggml.merges")]
-    unsplit = {text: kind for text, kind in zip(tokens, types, strict=False) if kind in (CONTROL, USER_DEFINED)}
     vocabulary = {_spelled(text, text in unsplit): number for number, text in enumerate(tokens)}
-    try:
-        backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole_words))
-        by_words = split.patterns[-1] == GPT2  # a pattern that `ByteLevel` has built in, and matches faster
-        patterns = split.patterns[:-1] if by_words else split.patterns
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-        if split.composes:
-            backend.normalizer = normalizers.NFC()
-        backend.decoder = decoders.ByteLevel()
-        for special, kind in ((True, CONTROL), (False, USER_DEFINED)):
-            added = [AddedToken(text, normalized=False, special=special) for text in unsplit if unsplit[text] == kind]
-            (backend.add_special_tokens if special else backend.add_tokens)(added)
-    except Exception as error:
-        if type(error) is not Exception:  # what the tokenizers package raises has no kind of its own
-            raise
-        raise ValueError(f"its tokenizer: {one_line(error)}") from error
-    named = {
-        f"{name}_token": tokens[number]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (number := _token_id(header, key, len(tokens))) is not None
-    }
-    begins = header.values.get("tokenizer.ggml.add_bos_token", split.adds_bos)
-    ends = header.values.get("tokenizer.ggml.add_eos_token", False)
-    return _wrapped(header, backend, named, bool(begins), bool(ends))
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole_words))
+    by_words = split.patterns[-1] == GPT2  # a pattern that `ByteLevel` has built in, and matches faster
+    patterns = split.patterns[:-1] if by_words else split.patterns
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    if split.composes:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
-def _sentencepiece(header: GGUFHeader, tokenizer: Any) -> Any:
-    """What transformers builds, with or without the space that the file puts before a text."""
-    from tokenizers import decoders, pre_tokenizers
+def _sentencepiece(header: GGUFHeader, tokens: Sequence[str]) -> Tokenizer:
+    """BPE of SentencePiece, with bytes for what no token spells; as transformers builds it."""
+    gemma = header.architecture.startswith("gemma")
+    vocabulary = {text: number for number, text in enumerate(tokens)}
+    merges = [_halves(merge) for merge in header.array("tokenizer.ggml.merges")]
+    if not merges:
+        # scores of Gemma do not say in which order tokens are merged, but their numbers do
+        scores = [-number for number in range(len(tokens))] if gemma else header.array("tokenizer.ggml.scores")
+        merges = _merges(tokens, scores, vocabulary)
+    unknown = {"unk_token": "<unk>"} if gemma else {}
+    backend = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True, **unknown))
+    prefix = not gemma and header.values.get("tokenizer.ggml.add_space_prefix") is not False
+    if gemma:
+        backend.normalizer = normalizers.Replace(" ", SPACE)
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    elif header.architecture == "phi3":
+        prefix = True
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    else:
+        scheme = "first" if prefix else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1)] if prefix else parts)
+    usual = ("<unk>", "<bos>", "<eos>", "<pad>", "<mask>") if gemma else ("<unk>", "<s>", "</s>")
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in usual if text in vocabulary])
+    return backend
 
-    backend = tokenizer.backend_tokenizer
-    if header.values.get("tokenizer.ggml.add_space_prefix") is False and isinstance(
-        backend.pre_tokenizer, pre_tokenizers.Metaspace
-    ):
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
-        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    names = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
-    # transformers before 5.23 leaves out the beginning token; where the file does not say, llama.cpp adds it
-    by_default = header.values.get("tokenizer.ggml.model") == "llama" or tokenizer.add_bos_token
-    begins = header.values.get("tokenizer.ggml.add_bos_token", by_default)
-    ends = header.values.get("tokenizer.ggml.add_eos_token", tokenizer.add_eos_token)
-    return _wrapped(header, backend, names, bool(begins), bool(ends))
 
-
-def _wrapped(header: GGUFHeader, backend: Any, names: dict[str, str], begins: bool, ends: bool) -> Any:
-    """A tokenizer of no special class: those of transformers build their own split when they are loaded from a folder.
-
-    names: special tokens, such as eos_token; begins, ends: whether texts get those of beginning and end.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    template = header.values.get("tokenizer.chat_template")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        add_bos_token=begins and "bos_token" in names,
-        add_eos_token=ends and "eos_token" in names,
-        model_input_names=["input_ids", "attention_mask"],
-        **({"chat_template": template} if template else {}),
-        **names,
-    )
+def _merges(tokens: Sequence[str], scores: Sequence[float], vocabulary: Container[str]) -> list[tuple[str, str]]:
+    """All ways in which two tokens make another one, in the order of the scores of what they make."""
+    if len(scores) != len(tokens):
+        raise ValueError(f"tokenizer.ggml.scores has {len(scores)} numbers for {len(tokens)} tokens")
+    merges = list[tuple[str, str]]()
+    by_score = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
+    for _, numbers in groupby(by_score, key=scores.__getitem__):
+        texts = (tokens[number] for number in numbers)
+        pairs = ((text[:place], text[place:]) for text in texts for place in range(1, len(text)))
+        halves = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges += sorted(halves, key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
+    return merges
 
 
 def _halves(merge: str) -> tuple[str, str]:
@@ -349,7 +371,7 @@ def _token_id(header: GGUFHeader, name: str, vocab_size: int) -> int | None:
     return number if isinstance(number, int) and 0 <= number < vocab_size else None
 
 
-def _end_ids(header: GGUFHeader, tokenizer: Any) -> Any:
+def _end_ids(header: GGUFHeader, tokenizer: FileTokenizer) -> Any:
     """The tokens at which generation ends: the file's, and those that end a turn; as llama.cpp finds them.
 
     Returns one id, a list of several, or None.
@@ -368,7 +390,7 @@ def _end_ids(header: GGUFHeader, tokenizer: Any) -> Any:
     return ids if len(ids) > 1 else next(iter(ids), None)
 
 
-def _turn_end(tokenizer: Any, special: Iterable[str]) -> list[str]:
+def _turn_end(tokenizer: FileTokenizer, special: Iterable[str]) -> list[str]:
     """The token that the chat template puts after an answer, if it puts one there."""
     if not tokenizer.chat_template:
         return []

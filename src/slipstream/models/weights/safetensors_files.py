@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.weights.model_files import NO_OPTIONS
-from slipstream.models.weights.transformers_reader import READER_ERRORS
+from slipstream.models.weights.transformers_reader import reader_errors
 from slipstream.models.weights.unused_tensors import refuse_unused
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,7 +55,7 @@ class CheckpointFiles:
             self.metadata |= header.pop("__metadata__", {})
             try:
                 opened = safe_open(file, framework="pt")
-            except READER_ERRORS as error:
+            except reader_errors() as error:
                 reason = one_line(error)
                 raise SlipstreamError(f"model {source!r}: {file.name} could not be read: {reason}") from error
             for name, entry in header.items():
@@ -175,7 +175,7 @@ def _paths(source: str, folder: str, options: Mapping[str, Any]) -> tuple[list[P
             raise SlipstreamError(f"model {source!r} has no {SINGLE}; allowed: weights in safetensors files")
         place_of = dict[str, str](json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         paths = {name: file_of(folder, name, options) for name in sorted(set(place_of.values()))}
-    except READER_ERRORS as error:
+    except reader_errors() as error:
         raise SlipstreamError(f"model {source!r}: {INDEX} could not be read: {one_line(error)}") from error
     if missing := [name for name, path in paths.items() if path is None]:
         raise SlipstreamError(f"model {source!r} has no file {missing[0]}, which its {INDEX} names")

@@ -151,13 +151,13 @@ def pull_model(name: str) -> Path:
     if not sys.stderr.isatty() and not constants.is_offline_mode():
         log.info("downloading %s from the Hugging Face Hub ...", repository)
 
-    from slipstream.models.weights.transformers_reader import READER_ERRORS
+    from slipstream.models.weights.transformers_reader import reader_errors
 
     try:
         folder = Path(snapshot_download(repository, ignore_patterns=list(NOT_NEEDED)))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(repository, allow_patterns=list(PICKLED)))
-    except READER_ERRORS as error:
+    except reader_errors() as error:
         raise not_loaded(name, repository, error) from error
     if not any(file for pattern in ("*.safetensors", *PICKLED) for file in folder.glob(pattern)):
         raise SlipstreamError(

@@ -15,7 +15,8 @@ from slipstream.models.weights.adapters import adapter_at
 from slipstream.models.weights.model_files import code_of_its_own, is_converted, is_gguf, not_loaded
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
-from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
+from slipstream.models.weights.transformers_reader import quietly, reader_errors
+from slipstream.tokenization.file_tokenizer import FileTokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.tokenization.vocabulary import VocabularyInfo
 
@@ -25,17 +26,17 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.js
 
 def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HFTokenizer | None:
     """The tokenizer beside a model, or None where there is none (prompts must then be token ids)."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
-
     files, place = options.files, Path(folder) / options.files.get("subfolder", "")
     if Path(folder).is_dir() and not place.is_dir():  # an adapter's subfolder, which its base model does not have
         files, place = {name: value for name, value in files.items() if name != "subfolder"}, Path(folder)
     if place.is_dir() and not any((place / name).exists() for name in FILES):
         return None
-    # a folder made from a GGUF file has that file's tokenizer; other classes would split texts in their own way
-    kind = PreTrainedTokenizerFast if is_converted(place) else AutoTokenizer
     try:
-        return HFTokenizer(kind.from_pretrained(folder, **files))
+        if is_converted(place):  # the tokenizer of a GGUF file; other classes would split texts in their own way
+            return HFTokenizer(FileTokenizer.read(place))
+        from transformers import AutoTokenizer  # takes seconds
+
+        return HFTokenizer(AutoTokenizer.from_pretrained(folder, **files))
     except ImportError as error:  # a package that this tokenizer needs
         raise SlipstreamError(f"the tokenizer of model {source!r} needs more packages: {one_line(error)}") from error
     except Exception as error:  # the tokenizers package raises plain Exception on damaged files
@@ -67,7 +68,7 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
             ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
     except UsageError:
         raise
-    except READER_ERRORS as error:
+    except reader_errors() as error:
         raise not_loaded(source, place, error) from error
     head_size = getattr(config, "vocab_size", None)
     if head_size is None:

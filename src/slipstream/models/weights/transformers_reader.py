@@ -5,34 +5,40 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.models.weights.unused_tensors import refuse_unused
 
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHOWN = 3  # names in a message
-# what transformers, huggingface_hub and safetensors raise on files that are damaged, missing or of another version
-READER_ERRORS = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-    ImportError,
-    EOFError,
-    struct.error,
-    SafetensorError,
-    StrictDataclassError,
-)
+
+
+@cache
+def reader_errors() -> tuple[type[Exception], ...]:
+    """What transformers, huggingface_hub and safetensors raise on files that are damaged, missing or of another
+    version; called where something was raised, as huggingface_hub takes time to import."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RuntimeError,
+        ImportError,
+        EOFError,
+        struct.error,
+        SafetensorError,
+        StrictDataclassError,
+    )
 
 
 def auto_class(config: Any) -> Any:
@@ -112,6 +118,8 @@ def _first_few(items: Sequence[str], separator: str = ", ") -> str:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Silence transformers' progress bars and reports inside the block."""
+    from transformers.utils import logging as transformers_logging
+
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,0 +1,254 @@
+"""A model built from the plan of its family, without transformers, which takes seconds to import.
+
+Modules and parameters have the names that transformers gives them, and calls have its form, so that kernels, draft
+heads and loaders treat both alike. transformers' own model is the specification.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+
+from slipstream.models.cpu.block_linear import ScaledEmbedding
+from slipstream.models.decoder.around_layers import STATIC
+from slipstream.models.decoder.attention import GROUPED, MaskBuilder
+from slipstream.models.decoder.cache import SlotCache
+from slipstream.models.decoder.families import plan_of
+from slipstream.models.decoder.fused_layer import FusedLayer, fused_layers
+from slipstream.models.decoder.plan import LayerPlan, NormPlan, UnknownLayerError
+from slipstream.models.decoder.rotary import RotaryAngles
+
+FULL = "full_attention"
+# types whose plan says everything about their models, with transformers' class; tests compare both
+PLANNED = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
+
+
+class Configuration(SimpleNamespace):
+    """The fields of a model's configuration, with the methods of transformers' class that are called here."""
+
+    _attn_implementation = GROUPED
+
+    @property
+    def architectures(self) -> list[str]:
+        """The class that transformers has for the model."""
+        return [PLANNED[self.model_type]]
+
+    def get_text_config(self, decoder: bool | None = None) -> Configuration:
+        """The configuration itself: there is no other part."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def to_json_string(self) -> str:
+        return json.dumps(vars(self), sort_keys=True)
+
+
+def planned_model(settings: Mapping[str, Any]) -> PlannedModel | None:
+    """The empty model of a configuration with these fields; None if its plan does not say everything about it."""
+    if settings["model_type"] not in PLANNED or {rope["rope_type"] for rope in _ropes(settings).values()} - STATIC:
+        return None
+    try:
+        return PlannedModel(settings)
+    except UnknownLayerError:
+        return None
+
+
+class PlannedModel(nn.Module):
+    """A decoder of one of the types `PLANNED`, on the device "meta" until its tensors are filled in."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """settings: the fields of its configuration."""
+        super().__init__()
+        self.config = Configuration(**settings)
+        # angles come in halves, in whichever order transformers' module has them
+        self.plan = plan_of(self.config, MaskBuilder(self).windows).with_layers(angles_in_pairs=False)
+        self._fused: list[tuple[nn.Module, FusedLayer]] = []
+        hidden, vocabulary = self.config.hidden_size, self.config.vocab_size
+        is_gemma = self.config.model_type.startswith("gemma")
+        decoder = nn.Module()
+        rows = torch.empty(vocabulary, hidden, device="meta")
+        plain = nn.Embedding(vocabulary, hidden, _weight=rows)
+        decoder.embed_tokens = ScaledEmbedding(rows, hidden**0.5) if is_gemma else plain
+        decoder.layers = nn.ModuleList(_layer(plan, settings) for plan in self.plan.layers)
+        decoder.norm = PlannedNorm(hidden, self.plan.norm, has_bias=_has_norm_bias(settings))
+        decoder.rotary_emb = RotaryAngles(_ropes(settings), self.config.head_dim)
+        self.model: Any = decoder
+        self.lm_head: Any = _empty_linear(hidden, vocabulary, has_bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that it computes in."""
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its weights."""
+        return next(self.parameters()).device
+
+    def get_decoder(self) -> nn.Module:
+        """All but the output layer."""
+        module: nn.Module = self.model
+        return module
+
+    def get_input_embeddings(self) -> Any:
+        """The embedding of tokens."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        """The output layer."""
+        return self.lm_head
+
+    def set_output_embeddings(self, head: nn.Module) -> None:
+        self.lm_head = head
+
+    def linear_calls(self) -> list[tuple[nn.Linear, Tensor]]:
+        """What `fused_linear.linear_calls` finds by a forward, which an empty model cannot make."""
+        calls: list[tuple[nn.Linear, Tensor]] = []
+        for layer, plan in zip(self.model.layers, self.plan.layers, strict=True):
+            for paths in (plan.qkv, (plan.out,), plan.gate_up, (plan.down,)):
+                entering = torch.empty(0)
+                calls += [(layer.get_submodule(path), entering) for path in paths]
+        return [*calls, (self.lm_head, torch.empty(0))]
+
+    def fused_layers(self) -> list[tuple[nn.Module, FusedLayer]]:
+        """The layers and their forwards, by operators of PyTorch until `use_compiled_ops` changes that."""
+        if not self._fused:
+            self._fused = fused_layers(self, self.plan)
+            for layer, forward in self._fused:
+                layer.forward = forward
+        return self._fused
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: SlotCache | None = None,
+        use_cache: bool = True,
+        logits_to_keep: int | Tensor = 0,
+    ) -> SimpleNamespace:
+        """Logits of tokens [B, W], layer by layer; without a cache, of whole texts."""
+        self.fused_layers()  # gives them their forward
+        if past_key_values is None or position_ids is None:
+            past_key_values, position_ids = SlotCache(len(self.plan.layers)), torch.arange(input_ids.shape[1])
+            position_ids = position_ids.expand(input_ids.shape)
+            past_key_values.reserve(*input_ids.shape)
+            attended = past_key_values.place(0, [0] * len(input_ids), position_ids)
+            attention_mask = MaskBuilder(self).build(position_ids, torch.arange(attended))
+        hidden = self.plan.enter(self.model.embed_tokens(input_ids))
+        kinds = _kinds(vars(self.config))
+        ropes = {kind: self.model.rotary_emb(hidden, position_ids, kind) for kind in set(kinds)}
+        for layer, kind in zip(self.model.layers, kinds, strict=True):
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask[kind] if isinstance(attention_mask, dict) else attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                position_embeddings=ropes[kind],
+            )
+        hidden = self.model.norm(hidden)
+        kept = hidden[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
+        return SimpleNamespace(logits=self.plan.finish(self.lm_head(kept)))
+
+
+class PlannedNorm(nn.Module):
+    """A norm by its formula, which `fused_layer.Norm` computes in one operator."""
+
+    def __init__(self, size: int, plan: NormPlan, *, has_bias: bool) -> None:
+        super().__init__()
+        self.weight = _empty(size)
+        self.bias = _empty(size) if has_bias else None
+        self.eps, self._plan = plan.eps, plan
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size]."""
+        if self._plan.is_centred:
+            return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (self._plan.offset + self.weight)
+
+
+def _layer(plan: LayerPlan, settings: Mapping[str, Any]) -> nn.Module:
+    """An empty layer with the modules that its plan names; norms of heads come first, as in transformers."""
+    layer, hidden, heads = nn.Module(), settings["hidden_size"], plan.heads * plan.size
+    keys = plan.key_heads * plan.size
+    kind, use_bias = settings["model_type"], settings.get("use_bias", False)
+    enters = settings.get("attention_bias", use_bias) or kind == "qwen2"
+    leaves = enters and kind not in ("qwen2", "glm4")
+    in_mlp = settings.get("mlp_bias", use_bias)
+    qkv = [heads, keys, keys] if len(plan.qkv) > 1 else [heads + 2 * keys]
+    inner = [plan.inner] * len(plan.gate_up) if len(plan.gate_up) > 1 else [plan.inner * (1 + plan.is_gated)]
+    linears = [(path, hidden, outputs, enters) for path, outputs in zip(plan.qkv, qkv, strict=True)]
+    linears += [(plan.out, heads, hidden, leaves)]
+    linears += [(path, hidden, outputs, in_mlp) for path, outputs in zip(plan.gate_up, inner, strict=True)]
+    linears += [(plan.down, plan.inner, hidden, in_mlp)]
+    for path, inputs, outputs, has_bias in linears:
+        _put(layer, path, _empty_linear(inputs, outputs, has_bias=bool(has_bias)))
+    sizes = (heads, keys) if plan.norms_all_heads else (plan.size, plan.size)
+    for path, size in zip(plan.head_norms or (), sizes, strict=False):
+        _put(layer, path, PlannedNorm(size, plan.norm, has_bias=False))
+    for norm in filter(None, plan.norms):
+        _put(layer, norm, PlannedNorm(hidden, plan.norm, has_bias=_has_norm_bias(settings)))
+    return layer
+
+
+def _empty_linear(inputs: int, outputs: int, *, has_bias: bool) -> nn.Linear:
+    """A layer whose weights are never drawn, unlike those that `nn.Linear` makes: drawing imports `torch._dynamo`."""
+    linear = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(linear)
+    linear.in_features, linear.out_features = inputs, outputs
+    linear.weight = _empty(outputs, inputs)
+    linear.register_parameter("bias", _empty(outputs) if has_bias else None)
+    return linear
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+
+
+def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    if parent and parent not in dict(layer.named_children()):
+        layer.add_module(parent, nn.Module())
+    layer.get_submodule(parent).add_module(name, module)
+
+
+def _has_norm_bias(settings: Mapping[str, Any]) -> bool:
+    return bool(settings["model_type"] == "starcoder2")
+
+
+def _kinds(settings: Mapping[str, Any]) -> list[str]:
+    """The type of each layer."""
+    return list(settings.get("layer_types") or [FULL] * settings["num_hidden_layers"])
+
+
+def _ropes(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The rotary settings of each type of layer."""
+    parameters = settings["rope_parameters"]
+    return {
+        kind: parameters if "rope_type" in parameters else parameters[kind] for kind in sorted(set(_kinds(settings)))
+    }

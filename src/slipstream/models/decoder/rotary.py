@@ -1,0 +1,85 @@
+"""Rotary angles by position, for the kinds of scaling in `around_layers.STATIC`.
+
+The specification is transformers' `modeling_rope_utils`, to the bit: operations run in its order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RotaryAngles(nn.Module):
+    """Cosines and sines of each type of layer."""
+
+    def __init__(self, parameters: Mapping[str, Mapping[str, Any]], size: int) -> None:
+        """parameters: by types of layers, as in a configuration's `rope_parameters`; size: of a head."""
+        super().__init__()
+        self.rope_type = {kind: str(settings["rope_type"]) for kind, settings in parameters.items()}
+        self._scaled = {kind: _frequencies(settings, size) for kind, settings in parameters.items()}
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
+        """[B, W, rotated] of positions [B, W], in the type of x; the angles of a head's two halves are the same."""
+        frequencies, factor = self._scaled[layer_type]
+        half = position_ids[..., None].float() * frequencies
+        angles = torch.cat((half, half), -1)
+        return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
+
+
+def _frequencies(settings: Mapping[str, Any], size: int) -> tuple[Tensor, float]:
+    """The angle per position of each pair of numbers [rotated / 2], and the factor of cosines and sines."""
+    rotated = int(size * settings.get("partial_rotary_factor", 1.0))
+    periods = settings["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float) / rotated)
+    kind = settings["rope_type"]
+    if kind == "yarn":
+        return _yarn(settings, periods, rotated)
+    frequencies = 1.0 / periods
+    if kind == "linear":
+        frequencies /= settings["factor"]
+    elif kind == "llama3":
+        frequencies = _llama3(settings, frequencies)
+    return frequencies, 1.0
+
+
+def _llama3(settings: Mapping[str, Any], frequencies: Tensor) -> Tensor:
+    """Llama 3.1 (arXiv 2407.21783): only waves that are long for the original context are stretched."""
+    factor, original = settings["factor"], settings["original_max_position_embeddings"]
+    low, high = settings["low_freq_factor"], settings["high_freq_factor"]
+    lengths = 2 * math.pi / frequencies
+    is_long, is_short = lengths > original / low, lengths < original / high
+    scaled = torch.where(is_long, frequencies / factor, frequencies)
+    kept = (original / lengths - low) / (high - low)
+    between = (1 - kept) * scaled / factor + kept * scaled
+    return torch.where(~is_short & ~is_long, between, scaled)
+
+
+def _yarn(settings: Mapping[str, Any], periods: Tensor, rotated: int) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071, section 3.2): frequencies below a ramp are divided by the factor."""
+    factor, original = settings["factor"], settings["original_max_position_embeddings"]
+
+    def place(turns: float) -> float:
+        """Which frequency turns so often within the original context."""
+        return (rotated * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(settings["rope_theta"]))
+
+    first, last = place(settings.get("beta_fast") or 32), place(settings.get("beta_slow") or 1)
+    if settings.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotated - 1)
+    last += 0.001 if first == last else 0
+    ramp = torch.clamp((torch.arange(rotated // 2, dtype=torch.float32) - first) / (last - first), 0, 1)
+    kept = 1 - ramp
+    frequencies = 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept
+    attention, scale, all_scale = (settings.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if attention is None and scale and all_scale:
+        attention = _magnitude(factor, scale) / _magnitude(factor, all_scale)
+    elif attention is None:
+        attention = _magnitude(factor)
+    return frequencies, float(attention)
+
+
+def _magnitude(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,48 @@
+"""Makes models that are computed by their plan ready for use. Imports no transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.models.cpu.block_linear import block_linears
+from slipstream.models.cpu.kernel_libraries import block_version
+from slipstream.models.cpu.quantised_linear import arithmetic_of
+from slipstream.models.cpu.thread_placement import separate_threads
+from slipstream.models.decoder.cache import SlotCache
+from slipstream.models.decoder.planned_model import PlannedModel
+from slipstream.models.draft_vocabulary import Restriction
+from slipstream.models.generation_settings import end_ids
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import use_compiled_ops
+from slipstream.models.hf.trials import OwnLogits, passed_trials
+from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.quantised_models import QuantisedModel
+from slipstream.models.weights.tokenizer_loading import load_tokenizer
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
+
+
+def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantised: QuantisedModel) -> Loaded:
+    """Make a planned model ready. quantised: the model, with the weights of `source`."""
+    model: PlannedModel = quantised.model
+    separate_threads()
+    wrapped = load_tokenizer(source, quantised.folder, options) if tokenizer is None else HFTokenizer(tokenizer)
+    restriction = Restriction(model, options.vocabulary, None)
+    backend = HFBackend(model, SlotCache(len(model.plan.layers)))
+    backend.ragged = True
+    passed = passed_trials(source, quantised.folder, model, options, "in blocks")
+    use_compiled_ops(backend, model.plan, model.fused_layers(), OwnLogits(backend, passed))
+    fingerprint = _fingerprint(backend, model)
+    head = restriction.apply(by_position=True)
+    ends = end_ids(model, backend.vocab_size)
+    arithmetic = arithmetic_of(model)
+    return Loaded(backend, source, ends, wrapped, model, True, fingerprint, head, arithmetic, source)
+
+
+def _fingerprint(backend: HFBackend, model: PlannedModel) -> str:
+    """Everything that the cost and the bits of a forward depend on."""
+    how = "one by one" if backend.stack is None else "in one call"
+    products = sorted({f"{linear.in_features} to {linear.out_features}" for linear in block_linears(model)})
+    config = model.config
+    sizes = f"{config.num_hidden_layers} layers {how} {config.num_attention_heads} heads of {config.head_dim}"
+    kernels = f"{block_version()} {arithmetic_of(model)}"
+    return f"{config.model_type} {sizes} {backend.vocab_size} tokens {kernels} {' '.join(products)}"

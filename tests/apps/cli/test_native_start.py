@@ -1,0 +1,54 @@
+"""`slipstream generate` with a GGUF file starts without the libraries that take seconds to import."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.models.cpu.processor import NEEDED, processor
+from tests.support.gguf_files import byte_level, write_model
+
+pytest.importorskip("gguf")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+)
+SLOW = ["transformers", "huggingface_hub", "fastapi", "starlette", "sympy", "torch._dynamo", "gguf"]
+PROGRAM = f"""
+import json, sys
+from slipstream.apps.cli import main
+sys.argv = ["slipstream", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as ended:
+    print(json.dumps([ended.code or 0, [name for name in {SLOW} if name in sys.modules]]), file=sys.stderr)
+"""
+TEMPLATE = "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>{% endfor %}<start>assistant\n"
+
+
+def generate(*arguments: str) -> tuple[str, list[Any]]:
+    """The command's output, and its exit code with the slow libraries that it imported."""
+    command = [sys.executable, "-c", PROGRAM, "generate", "Why?", "--max-tokens", "6", "--seed", "1", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
+    return run.stdout, json.loads(run.stderr.strip().splitlines()[-1])
+
+
+def write(path: Path, **shape: Any) -> str:
+    tokenizer = byte_level("smollm", {"<start>": 3, "<end>": 3}, bos="<start>", eos="<end>")
+    vocabulary = {"vocab_size": 260, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    write_model(path, tokenizer=tokenizer, more=lambda w: w.add_chat_template(TEMPLATE), **vocabulary, **shape)
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_and_a_draft_need_no_transformers(tmp_path: Path) -> None:
+    target, draft = write(tmp_path / "target.gguf"), write(tmp_path / "draft.gguf", num_hidden_layers=1)
+    text, outcome = generate("-m", target, "--draft", draft, "--temperature", "0.8")
+    assert outcome == [0, []] and text.strip()

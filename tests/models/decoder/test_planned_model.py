@@ -1,0 +1,128 @@
+"""Models built from their plan are transformers' models: plan, parameters, rotary angles and logits."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models import quantised_models
+from slipstream.models.cpu.processor import NEEDED, processor
+from slipstream.models.decoder.attention import MaskBuilder
+from slipstream.models.decoder.families import plan_of
+from slipstream.models.decoder.planned_model import PLANNED, PlannedModel, planned_model
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.load import load
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.weights.gguf_architectures import settings_of
+from slipstream.models.weights.gguf_configuration import described
+from slipstream.models.weights.gguf_conversion import dequantised
+from slipstream.models.weights.gguf_file import read_header
+from tests.support.gguf_architectures import CASES, architecture, write_case
+from tests.support.head_cases import write_head
+from tests.support.quantised_files import kl
+
+pytest.importorskip("gguf")
+has_kernels = pytest.mark.skipif(
+    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+)
+NAMES = [name for name, case in CASES.items() if case.model_type in PLANNED and name != "phi3-longrope"]
+IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+
+
+def test_every_planned_type_is_among_the_cases() -> None:
+    assert {CASES[name].model_type for name in NAMES} == PLANNED.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plan_parameters_and_angles_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    write_case(tmp_path / "model.gguf", architecture(name), CASES[name])
+    header = read_header(tmp_path / "model.gguf")
+    reference, planned = dequantised(header, described(header), torch.float32), planned_model(settings_of(header))
+    assert planned is not None and planned.config.architectures == [type(reference).__name__]
+    plan = plan_of(reference.config, MaskBuilder(reference).windows)
+    assert planned.plan == plan.with_layers(angles_in_pairs=False)
+    found, wanted = ({key: p.shape for key, p in model.named_parameters()} for model in (planned, reference))
+    assert found == {**wanted, "lm_head.weight": wanted["model.embed_tokens.weight"]}
+    ids, positions = torch.tensor([[5, 0]]), torch.tensor([[0, 1, 77, 300, 511]])
+    weight, embedding = reference.get_input_embeddings().weight, planned.get_input_embeddings()
+    embedded = torch.func.functional_call(embedding, {"weight": weight}, (ids,))
+    assert torch.equal(embedded, reference.get_input_embeddings()(ids))
+    module = reference.get_decoder().rotary_emb
+    for kind, rope_type in planned.model.rotary_emb.rope_type.items():
+        by_kind = isinstance(module.rope_type, dict)
+        expected = module(embedded, positions, **({"layer_type": kind} if by_kind else {}))
+        angles = planned.model.rotary_emb(embedded, positions, kind)
+        if plan.layers[0].angles_in_pairs:
+            expected = [part[..., ::2].repeat(1, 1, 2) for part in expected]
+        assert all(torch.equal(*pair) for pair in zip(angles, expected, strict=True)), rope_type
+
+
+def logits(backend: Any) -> list[torch.Tensor]:
+    backend.reserve(2, 256)
+    whole = backend.forward(IDS, [0], first_slot=0, logits=True)
+    return [whole, backend.forward(IDS[:, :7], [0], first_slot=1, logits=True)]
+
+
+@has_kernels
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_have_the_bits_of_transformers_model_over_the_same_kernels(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = str(tmp_path / "model.gguf")
+    write_case(Path(file), architecture(name), CASES[name], "Q8_0")
+    planned = load(file, LoadOptions())
+    assert isinstance(planned.model, PlannedModel) and isinstance(planned.backend, HFBackend)
+    layer_by_layer = planned.model(input_ids=IDS, logits_to_keep=3).logits
+    monkeypatch.setattr(quantised_models, "planned_model", lambda settings: None)
+    reference = load(file, LoadOptions())
+    assert isinstance(reference.backend, HFBackend) and not isinstance(reference.model, PlannedModel)
+    assert (planned.backend.stack is None) == (reference.backend.stack is None)
+    assert planned.backend.shape_independent == reference.backend.shape_independent
+    pairs = list(zip(logits(planned.backend), logits(reference.backend), strict=True))
+    assert all(torch.equal(*pair) for pair in pairs if planned.backend.stack is not None)
+    assert all(torch.allclose(*pair, atol=1e-4) for pair in pairs)
+    assert planned.end_ids == reference.end_ids and planned.arithmetic == reference.arithmetic
+    assert kl(layer_by_layer, pairs[0][0][:, -3:]) < 0.02 < kl(layer_by_layer, pairs[0][0][:, :3])
+    assert not torch.equal(pairs[0][0][:, 1:8], pairs[0][0][:, :7])
+
+
+@has_kernels
+def test_drafts_batches_trees_and_heads_keep_the_text(tmp_path: Path) -> None:
+    case = CASES["llama"]
+    write_case(
+        tmp_path / "model.gguf", "llama", replace(case, settings=case.settings | {"num_hidden_layers": 5}), "Q8_0"
+    )
+    plain = SpeculativeDecoder(str(tmp_path / "model.gguf"), drafter="none", reproducible=False)
+    model, params = plain.target.model, SamplingParams(max_tokens=24, ignore_eos=True)
+    assert isinstance(model, PlannedModel)
+    head = str(write_head(tmp_path / "head", model, layers=(1, 2, 4)).folder)
+    prompts = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33]]
+    texts = [result.token_ids for result in plain.generate(prompts, params)]
+    for drafter, draft in (("suffix", None), ("layer_skip:2", None), ("model", head), ("token_recycling", None)):
+        decoder = SpeculativeDecoder(
+            str(tmp_path / "model.gguf"), draft, drafter=drafter, num_draft_tokens=3, reproducible=False
+        )
+        results = decoder.generate(prompts, params)
+        assert [result.token_ids for result in results] == texts, drafter
+        assert results[0].stats.num_draft_tokens > 0
+
+
+def test_other_models_are_left_to_transformers(tmp_path: Path) -> None:
+    for name in ("phi3-longrope", "qwen3moe", "lfm2"):
+        write_case(tmp_path / f"{name}.gguf", architecture(name), CASES[name])
+        assert planned_model(settings_of(read_header(tmp_path / f"{name}.gguf"))) is None
+    write_case(tmp_path / "llama.gguf", "llama", CASES["llama"])
+    settings = settings_of(read_header(tmp_path / "llama.gguf"))
+    assert planned_model(settings) is not None
+    assert planned_model(settings | {"residual_scale": 0.5}) is None  # a field that the plan does not read
