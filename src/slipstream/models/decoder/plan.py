@@ -68,11 +68,18 @@ class LayerPlan:
     residual: float = 1.0  # factor of what is added to the hidden states
     soft_cap: float = 0.0  # of the scaled products of queries and keys; 0: none
     growth: tuple[float, int] | None = None  # b, n: queries are multiplied by 1 + b * log(1 + floor(position / n))
+    gates_queries: bool = False  # each query is followed by a gate, whose sigmoid multiplies what the query attends to
+    recurrent: str | None = None  # what mixes tokens in place of attention; `qkv` is its first product, `out` its last
 
     @property
     def grows_queries(self) -> bool:
         """True if queries have cosines and sines of their own, `growth` included, after those of the keys."""
         return self.growth is not None
+
+    @property
+    def mixer(self) -> str | None:
+        """The module that mixes tokens, where its own code is the specification of that."""
+        return self.out.rpartition(".")[0] if self.gates_queries else self.recurrent
 
     @property
     def norms(self) -> tuple[str | None, ...]:
@@ -82,7 +89,8 @@ class LayerPlan:
     @property
     def modules(self) -> set[str]:
         """The paths of all modules with weights."""
-        paths = (*self.qkv, self.out, *self.gate_up, self.down, *self.norms, *(self.head_norms or ()))
+        mixing = (self.recurrent,) if self.recurrent else (*self.qkv, self.out, *(self.head_norms or ()))
+        paths = (*mixing, *self.gate_up, self.down, *self.norms)
         return {path for path in paths if path is not None}
 
 
@@ -92,9 +100,15 @@ class DecoderPlan:
 
     layers: tuple[LayerPlan, ...]
     norm: NormPlan
+    last_norm: str = "norm"  # the norm after the last layer, in the module that calls the layers
     embedding: float = 1.0  # factor of what the embedding returns
     logits: float = 1.0  # factor of what the output layer returns
     logit_cap: float = 0.0  # 0: none
+
+    @property
+    def rotates(self) -> bool:
+        """True if any layer rotates queries and keys."""
+        return any(layer.rotated for layer in self.layers)
 
     def with_layers(self, each: Callable[[LayerPlan], dict[str, Any]] | None = None, **changes: Any) -> DecoderPlan:
         """This plan with changed layers. each: further changes, which differ by layer."""
