@@ -704,7 +704,6 @@ CASES: dict[str, Case] = {
         mamba_keys,
         mamba,
         rounded=("A_log",),
-        in_blocks=False,
     ),
 }
 

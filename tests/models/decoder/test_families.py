@@ -50,6 +50,7 @@ EXPERTS = {
     **dict.fromkeys(("moe_num_experts", "moe_k"), 4),
     "moe_intermediate_size": 96,
 }
+LINEAR = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 MULTIPLIERS = {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.3}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -87,6 +88,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"n_shared_experts": 2, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
     "gpt_oss": EXPERTS | WINDOW | KINDS,
     "ernie4_5_moe": EXPERTS | {"moe_layer_interval": 2},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "conv_bias": True,
+        "block_multiple_of": 64,
+        "block_ffn_dim_multiplier": 1.2,
+    },
+    "qwen3_5_text": {
+        "layer_types": LINEAR,
+        "rope_parameters": THETA | {"partial_rotary_factor": 0.5, "mrope_section": [6, 5, 5]},
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 48,
+    },
+    "granitemoehybrid": MULTIPLIERS
+    | {
+        "attention_multiplier": 0.2,
+        "layer_types": LINEAR,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 160,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+    },
 }
 DENSE = [name for name, settings in CONFIGS.items() if not settings.keys() >= EXPERTS.keys()]
 PROMPT = [5, 9, 5, 9, 5, 9, 70, 71, 5, 9]
@@ -95,22 +121,29 @@ IDS = torch.randint(3, 320, (1, 60), generator=torch.Generator().manual_seed(4))
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a family's tiny model in bfloat16, whose norms and biases are random, too."""
+    """The folder of a family's tiny model, see `save_model`."""
 
     @cache
     def folder(name: str) -> str:
         path = tmp_path_factory.mktemp(name)
-        config = transformers.AutoConfig.for_model(name, **SHAPE | CONFIGS[name])
-        with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(1)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter += 0.3 * torch.randn_like(parameter)
-        model.bfloat16().save_pretrained(path)
+        save_model(name, path)
         return str(path)
 
     return folder
+
+
+def save_model(name: str, folder: Path) -> None:
+    """Write a family's tiny model in bfloat16, whose norms and biases are random, too."""
+    config = transformers.AutoConfig.for_model(name, **SHAPE | CONFIGS[name])
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+            if key.endswith("A_log"):
+                parameter -= 3  # as initialised, states forget each token at the next
+    model.bfloat16().save_pretrained(folder)
 
 
 @torch.inference_mode()

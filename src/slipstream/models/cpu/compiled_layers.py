@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cpu.block_linear import BlockLinear
+from slipstream.models.cpu.compiled_recurrence import CompiledRecurrence, segment_structs
 from slipstream.models.cpu.kernel_libraries import address, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear
 from slipstream.models.cpu.structs import (
@@ -34,6 +35,7 @@ from slipstream.models.cpu.structs import (
     CacheStruct,
     FloatLayerStruct,
     LayerStruct,
+    MixerStruct,
     NormStruct,
     StackedLayerStruct,
 )
@@ -41,25 +43,29 @@ from slipstream.models.decoder.around_layers import decoder_module, layer_rotati
 from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, Norm, Rope
 from slipstream.models.decoder.plan import ACTIVATIONS, DecoderPlan, LayerPlan, UnknownLayerError
+from slipstream.models.decoder.recurrence import Projection
 from slipstream.models.notices import warn_slower
 
 LINEARS = ("qkv", "out", "gate_up", "down")  # a layer's products; one of experts has the first two
+ATTENDS_NOT = "the kernels do not attend with heads of this size and number"
 
 
 @dataclass
 class PreparedForward:
     """What all layers of a forward share: where its tokens are cached, its rotations and its scratch space.
 
-    held: the tensors whose addresses the struct has, so that they live as long.
+    held: what the struct has the addresses of, so that it lives as long.
     """
 
     struct: CacheStruct
-    held: tuple[Tensor, ...]
+    held: tuple[Any, ...]
     scratch: Tensor
     rotations: dict[int, tuple[Rope, Rope]] = field(default_factory=dict)
 
-    def rope(self, rope: Rope, hidden: Tensor) -> Rope:
-        """What `rotation` returns."""
+    def rope(self, rope: Rope | None, hidden: Tensor) -> Rope | tuple[None, None]:
+        """What `rotation` returns; nothing for a layer without rotations."""
+        if rope is None:
+            return None, None
         converted = self.rotations.get(id(rope[1]))
         if converted is None:
             converted = self.rotations[id(rope[1])] = rope, rotation(rope, hidden)  # the key's tensor stays alive
@@ -92,16 +98,19 @@ class LayerCalls:
         self.plan, self.heads, self.key_heads, self.size = ops.plan, ops.heads, ops.key_heads, ops.size
         linears = {name: linear for name in LINEARS if (linear := getattr(ops, name)) is not None}
         self.experts = ops.experts
+        self.recurrence: CompiledRecurrence | None = ops.mixer.forward.compiled if ops.plan.recurrent else None
+        mixer = None if self.recurrence is None else _mixer_of(ops, self.recurrence)
         sinks = None if ops.sinks is None else ops.sinks.float().contiguous()
-        self._held: list[Any] = [linears, ops.experts, sinks]  # the struct has only the addresses of their weights
+        self._held: list[Any] = [linears, ops.experts, sinks, mixer]  # the struct has only the addresses of these
         self.library = library
         self._layer = struct(
             **{name: linear.weights for name, linear in linears.items()}, **self._norms_of(ops), **_numbers(ops)
         )
         self._layer.sinks = address(sinks)
         self._layer.experts = None if ops.experts is None else ctypes.addressof(ops.experts.struct)
+        self._layer.mixer = None if mixer is None else ctypes.addressof(mixer)
         self.address = ctypes.addressof(self._layer)
-        self.attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
+        self.attends = _attends(ops)
         self.shape_independent = False
 
     def scratch(self, tokens: int, length: int = 0) -> int:
@@ -145,24 +154,34 @@ class LayerCalls:
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan) -> Tensor | None:
         if not self.attends:
             return None
-        keys, values = self.keys_and_values(cache, plan, hidden)
-        if keys.dtype != self.cached_dtype:
+        kept = self.memory(cache, plan, hidden)
+        if kept is None:
             return None
         forward = self.prepared(cache, hidden)
         rows = hidden.contiguous()
         tokens = rows.numel() // rows.shape[-1]
         memory, (cosines, sines) = forward.struct, forward.rope(rope, hidden)
-        memory.keys, memory.values, memory.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+        memory.keys, memory.values, memory.length = *map(address, kept), cache.held[1]
         memory.window, memory.scaling = plan.window or 0, plan.scaling
-        out, scratch = torch.empty_like(rows), forward.space(self.scratch(tokens, keys.shape[2]))
-        pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
+        out, scratch = torch.empty_like(rows), forward.space(self.scratch(tokens, cache.held[1]))
+        pointers = map(address, (cosines, sines, out, scratch))
         self.library.whole_layer(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
         self.shape_independent = True
         return out
 
-    def keys_and_values(self, cache: SlotCache, plan: LayerPlan, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, allocated if they are not yet."""
-        return cache.of_layer(plan.index, hidden.new_empty(0, self.key_heads, 0, self.size))
+    def memory(self, cache: SlotCache, plan: LayerPlan, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The layer's keys and values, allocated if they are not yet; None if they are of another type.
+
+        Of a recurrent layer, its latest inputs and its states.
+        """
+        if self.recurrence is None:
+            keys, values = cache.of_layer(plan.index, hidden.new_empty(0, self.key_heads, 0, self.size))
+            return (keys, values) if keys.dtype == self.cached_dtype else None
+        if cache.states is None:
+            return None
+        memory = cache.states.memory(plan.index)
+        self.recurrence.use(memory)
+        return memory.inputs, memory.states
 
     def prepared(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
         """What all layers of the next forward share."""
@@ -173,11 +192,15 @@ class LayerCalls:
 
     def _prepare(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
         slots, positions = cache.destinations()
-        tensors: tuple[Tensor, ...] = (slots, positions, positions)
+        tensors: tuple[Any, ...] = (slots, positions, positions)
         if cache.tree is not None:
             tensors = slots, positions, cache.tree.into[1], cache.tree.forks, cache.tree.begins, cache.tree.paths
         names = ("slots", "positions", "places", "forks", "begins", "paths")  # the last three are of trees only
         struct = CacheStruct(**dict(zip(names, map(address, tensors), strict=False)))
+        if cache.states is not None:
+            segments = segment_structs(cache.states.segments)
+            struct.segments, struct.rows = ctypes.addressof(segments), len(segments)
+            tensors = *tensors, segments
         return PreparedForward(struct, tensors, hidden.new_empty(0))
 
     def _inputs(self, hidden: Tensor) -> tuple[Tensor, int, Tensor]:
@@ -227,6 +250,10 @@ def compiled_ops(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
 def why_not_compiled(ops: LayerOps) -> str | None:
     """Why the kernels cannot compute this layer; None if they can."""
     plan = ops.plan
+    if plan.recurrent and (ops.mixer.forward.compiled is None or ops.mixer.forward.form.projection is None):
+        return f"the recurrence of {plan.recurrent} is not"
+    if plan.mixer and not _attends(ops):  # such a layer is not computed in two parts
+        return ATTENDS_NOT
     sizes = {"hidden states": ops.qkv.in_features, "the feed-forward part": plan.inner}
     if odd := [name for name, size in sizes.items() if size % LANES]:
         return f"{sizes[odd[0]]} numbers in {odd[0]}, not a multiple of {LANES}"
@@ -235,6 +262,18 @@ def why_not_compiled(ops: LayerOps) -> str | None:
     if plan.rotates_pairs and plan.rotated > MAX_HEAD_SIZE:
         return f"{plan.rotated} numbers rotated in pairs; allowed: up to {MAX_HEAD_SIZE}"
     return None
+
+
+def _attends(ops: LayerOps) -> bool:
+    return ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
+
+
+def _mixer_of(ops: LayerOps, recurrence: CompiledRecurrence) -> MixerStruct:
+    """The mixer of a recurrent layer. Its outputs go where the blocks of a file have the columns for them."""
+    projection: Projection = ops.mixer.forward.form.projection
+    order = ops.out.parts[0].inputs_from if isinstance(ops.out, BlockLinear) else None
+    places = None if order is None else torch.argsort(order[:: projection.group] // projection.group)
+    return recurrence.mixer(projection, places)
 
 
 def _numbers(ops: LayerOps) -> dict[str, float]:
@@ -253,10 +292,10 @@ class LayerStack:
         if len(ops) < len(layers):
             raise UnknownLayerError("its layers are not all compiled")
         if not all(layer_ops.attends for layer_ops in ops):
-            raise UnknownLayerError("the kernels do not attend with heads of this size and number")
-        inner = decoder_module(model, len(layers))
+            raise UnknownLayerError(ATTENDS_NOT)
+        inner = decoder_module(model, plan)
         self._model, self._ops, self._plan = model, ops, plan
-        self._library, self._norm = ops[0].library, ops[0].norm(Norm(inner.get_submodule("norm"), plan.norm))
+        self._library, self._norm = ops[0].library, ops[0].norm(Norm(inner.get_submodule(plan.last_norm), plan.norm))
         self._rotations, which = layer_rotations(model, inner, plan)
         self._structs = (StackedLayerStruct * len(layers))(
             *(
@@ -286,7 +325,7 @@ class LayerStack:
     def _update_addresses(self, cache: SlotCache, hidden: Tensor) -> bool:
         """Give the structs the addresses of the cache's tensors; returns whether these have the right type."""
         kept = [index for index in cache.hidden if index < len(self._ops)]
-        stored = [cache.layers[layer.index].keys for layer in self._plan.layers] + [cache.hidden[i].keys for i in kept]
+        stored = [self._stored(cache, layer) for layer in self._plan.layers] + [cache.hidden[i].keys for i in kept]
         if len(stored) == len(self._cached) and all(
             tensor is not None and tensor is pointed_to()
             for tensor, pointed_to in zip(stored, self._cached, strict=True)
@@ -295,24 +334,30 @@ class LayerStack:
         self._cached = []
         self._scratch.clear()
         for layer_ops, layer, struct in zip(self._ops, self._plan.layers, self._structs, strict=True):
-            keys, values = layer_ops.keys_and_values(cache, layer, hidden)
-            if keys.dtype != layer_ops.cached_dtype:
+            memory = layer_ops.memory(cache, layer, hidden)
+            if memory is None:
                 self._cached = []
                 return False
-            struct.keys, struct.values, struct.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]
-            self._cached.append(ref(keys))
+            struct.keys, struct.values, struct.length = *map(address, memory), cache.held[1]
+            self._cached.append(ref(memory[0]))
         for index in kept:
             entering = cache.hidden_store(index, hidden)
             self._structs[index].entering = entering.data_ptr()
             self._cached.append(ref(entering))
         return True
 
+    def _stored(self, cache: SlotCache, layer: LayerPlan) -> Tensor | None:
+        """The tensor that moves with the memory of a layer."""
+        if layer.recurrent is None:
+            return cache.layers[layer.index].keys
+        return None if cache.states is None else cache.states.memory(layer.index).inputs
+
     def _compute(self, hidden: Tensor, positions: Tensor, forward: PreparedForward, cache: SlotCache) -> None:
         """Replace the hidden states [B, W, H] that enter the first layer by those that leave the last."""
         tokens = hidden.numel() // hidden.shape[-1]
         ropes = self._rotations.ropes(positions, hidden, cache.shape[1])
         parts = [part.contiguous() for rope in ropes for part in rope]
-        pointers = (ctypes.c_void_p * len(parts))(*map(address, parts))
+        pointers = (ctypes.c_void_p * max(2, len(parts)))(*map(address, parts))
         if tokens not in self._scratch:
             pairs = zip(self._ops, self._structs, strict=True)
             self._scratch[tokens] = max(layer_ops.scratch(tokens, struct.length) for layer_ops, struct in pairs)

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cpu.kernel_libraries import address, kernels
-from slipstream.models.cpu.structs import LANES, MAX_HEAD_SIZE, MAX_STATE, MAX_TAPS, RecurrenceStruct, SegmentStruct
-from slipstream.models.decoder.recurrence import Heads, LayerMemory, Recurrence, Segment, advance
+from slipstream.models.cpu.structs import (
+    LANES,
+    MAX_HEAD_SIZE,
+    MAX_STATE,
+    MAX_TAPS,
+    MixerStruct,
+    RecurrenceStruct,
+    SegmentStruct,
+)
+from slipstream.models.decoder.recurrence import Heads, LayerMemory, Projection, Recurrence, Segment, advance
 from slipstream.models.notices import warn_slower
 
 TRIED, CLOSE = 5, {torch.float32: 1e-4, torch.bfloat16: 0.05}  # tokens of a trial, largest relative difference allowed
@@ -23,7 +31,7 @@ class CompiledRecurrence:
 
     def __init__(self, recurrence: Recurrence, library: Any) -> None:
         """recurrence: for which `unsupported` returns None."""
-        self._advance, self._outputs = library.advance, recurrence.outputs
+        self._advance, self._outputs = library.advance_states, recurrence.outputs
         self._dtype, self._tensors = recurrence.dtype, [recurrence.weight.t().contiguous(), recurrence.bias]
         tensors, sizes, traits = NO_HEADS if recurrence.heads is None else _of_heads(recurrence.heads)
         self._tensors += [*tensors]  # kept, since the struct has only their addresses
@@ -44,13 +52,41 @@ class CompiledRecurrence:
         if rows.dtype != self._dtype:
             raise ValueError(f"x: {rows.dtype}; allowed: {self._dtype}")
         out = torch.empty(*rows.shape[:2], self._outputs, dtype=torch.float32)
-        self._struct.ring = memory.inputs.shape[1]
-        structs = (SegmentStruct * len(segments))(
-            *(SegmentStruct(s.slot, s.start, s.count, s.known, s.keep) for s in segments)
-        )
+        self.use(memory)
         tensors = map(address, (rows, memory.inputs, memory.states, out))
-        self._advance(ctypes.byref(self._struct), structs, len(segments), *tensors)
+        self._advance(ctypes.byref(self._struct), segment_structs(segments), len(segments), *tensors)
         return out
+
+    def use(self, memory: LayerMemory) -> None:
+        """Prepare forwards with this memory."""
+        self._struct.ring = memory.inputs.shape[1]
+
+    def mixer(self, projection: Projection, places: Tensor | None) -> MixerStruct:
+        """The struct of the layer's mixer, valid as long as this object.
+
+        places: [groups of outputs] where each goes; None: in order.
+        """
+        weight, eps = projection.norm or (None, 0.0)
+        weight = None if weight is None else weight.contiguous()
+        self._tensors += [weight, places]
+        return MixerStruct(
+            ctypes.addressof(self._struct),
+            address(weight),
+            address(places),
+            projection.channels,
+            -1 if projection.factors is None else projection.factors,
+            projection.gates,
+            projection.rest,
+            projection.group,
+            eps,
+            projection.gates_first,
+        )
+
+
+def segment_structs(segments: Sequence[Segment]) -> Any:
+    """An array of the segments' structs."""
+    structs = (SegmentStruct(s.slot, s.start, s.count, s.known, s.keep) for s in segments)
+    return (SegmentStruct * len(segments))(*structs)
 
 
 def compiled_recurrence(recurrence: Recurrence) -> CompiledRecurrence | None:

@@ -84,7 +84,7 @@ SIGNATURES = {
     "race_contenders": "pnnp>n",
     "race_leaders": "pnnpfnpp",
     "race_winner": "pnnnfnffpp>n",
-    "advance": "ppnpppp",
+    "advance_states": "ppnpppp",
     # blocks
     "panel_bytes": "nn>n",
     "pack_panels": "npnnpi",
@@ -375,7 +375,7 @@ def bfloat16_version() -> str:
 
 def block_recipe(isa: str) -> Recipe:
     """How the kernels for quantised files are compiled. isa: a key of `NEEDED`."""
-    sources = (*BLOCK_SOURCES, SOURCES / "layout.c", SOURCES / "team.c")
+    sources = (*BLOCK_SOURCES, *(SOURCES / f"{name}.c" for name in ("layout", "recurrence", "team")))
     return Recipe(f"blocks-{isa}", sources, (*COMMON_FLAGS, *compiler_flags(NEEDED[isa])))
 
 

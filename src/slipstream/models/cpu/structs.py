@@ -42,11 +42,12 @@ NORMS = [
     *((name, NormStruct) for name in ("before_attention", "queries", "keys", "after_attention")),
     *((name, NormStruct) for name in ("before_feed_forward", "after_feed_forward")),
 ]
+MIXER = ("mixer", ctypes.c_void_p)
 LAYER_NUMBERS: list[tuple[str, Any]] = [
     *((name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size", "rotated")),
     *((name, ctypes.c_float) for name in ("slope", "cubic", "residual", "soft_cap")),
     *((name, ctypes.c_int32) for name in ("rotates_pairs", "grows_queries", "norms_all_heads")),
-    *((name, ctypes.c_int32) for name in ("is_gated", "is_parallel")),
+    *((name, ctypes.c_int32) for name in ("is_gated", "is_parallel", "gates_queries")),
 ]
 
 
@@ -57,6 +58,7 @@ class LayerStruct(ctypes.Structure):
         *((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")),
         *NORMS,
         *((name, ctypes.c_void_p) for name in ("sinks", "experts")),
+        MIXER,
         *LAYER_NUMBERS,
     ]
 
@@ -68,7 +70,8 @@ class CacheStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *((name, ctypes.c_int64) for name in ("length", "window")),
         ("scaling", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("slots", "positions", "places", "forks", "begins", "paths")),
+        *((name, ctypes.c_void_p) for name in ("slots", "positions", "places", "forks", "begins", "paths", "segments")),
+        ("rows", ctypes.c_int64),
     ]
 
 
@@ -90,6 +93,17 @@ class RecurrenceStruct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("channels", "taps", "inputs", "heads", "key_heads", "key_size")),
         *((name, ctypes.c_int64) for name in ("value_size", "queries", "keys", "values", "ring")),
         *((name, ctypes.c_int32) for name in ("corrects", "normalised", "is_float")),
+    ]
+
+
+class MixerStruct(ctypes.Structure):
+    """`struct mixer`: a recurrence between the two products of a layer."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("recurrence", "norm", "places")),
+        *((name, ctypes.c_int64) for name in ("channels", "factors", "gates", "rest", "group")),
+        ("eps", ctypes.c_float),
+        ("gates_first", ctypes.c_int32),
     ]
 
 
@@ -236,6 +250,7 @@ class FloatLayerStruct(ctypes.Structure):
         *((name, BlockLinearStruct) for name in ("qkv", "out", "gate_up", "down")),
         *NORMS,
         *((name, ctypes.c_void_p) for name in ("sinks", "experts")),
+        MIXER,
         ("planes", ctypes.c_int64),
         *LAYER_NUMBERS,
     ]
@@ -248,6 +263,7 @@ MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "kv_cache": CacheStruct,
     "stacked_layer": StackedLayerStruct,
     "recurrence": RecurrenceStruct,
+    "mixer": MixerStruct,
     "segment": SegmentStruct,
     "block_part": PartStruct,
     "file_piece": FilePieceStruct,

@@ -331,10 +331,10 @@ class TritonStack:
         ops = [layer.ops for layer in layers if isinstance(layer.ops, TritonOps)]
         output = Product(model.get_output_embeddings())
         products = [product for layer_ops in ops for product in layer_ops.products]
-        inner = decoder_module(model, len(layers))
+        inner = decoder_module(model, plan)
         if not all(product.has_kernel for product in (*products, output)):
             raise UnknownLayerError("not all of its products are ordinary linear layers")
-        norm = Norm(inner.get_submodule("norm"), plan.norm)
+        norm = Norm(inner.get_submodule(plan.last_norm), plan.norm)
         self._model, self._ops, self._plan = model, ops, plan
         self._norm, self._output = (norm.factors, norm.eps), output
         self._rotations, self._which = layer_rotations(model, inner, plan)
@@ -413,6 +413,8 @@ def why_no_kernels(ops: LayerOps) -> str | None:
         growth=None,
         sinks=None,
         experts=None,
+        gates_queries=False,
+        recurrent=None,
         norm=replace(plan.norm, is_centred=False),
     )
     if plan != known or plan.before_attention is None or plan.before_feed_forward is None:

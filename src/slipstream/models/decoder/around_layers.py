@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from slipstream.models.decoder.fused_layer import Rope, angles
 from slipstream.models.decoder.plan import DecoderPlan, UnknownLayerError
 
-AROUND = {"rotary_emb", "layers", "norm"}  # the children of the module that calls the layers
 STATIC = frozenset(("default", "linear", "llama3", "yarn"))  # kinds of RoPE whose angles depend on the position alone
 
 
@@ -23,12 +22,12 @@ class Rotations:
     If they depend on the position alone, they are computed once and then read from a table.
     """
 
-    def __init__(self, module: nn.Module, kinds: Sequence[str], plan: DecoderPlan) -> None:
-        """kinds: the types of the model's layers, without repeats."""
+    def __init__(self, module: nn.Module | None, kinds: Sequence[str], plan: DecoderPlan) -> None:
+        """module: None if no layer rotates. kinds: the types of the model's layers, without repeats."""
         rope_types = getattr(module, "rope_type", None)
         self._module, self._plan = module, plan
-        self._options: list[dict[str, str]] = [{}]
-        if "layer_type" in inspect.signature(type(module).forward).parameters:
+        self._options: list[dict[str, str]] = [] if module is None else [{}]
+        if module is not None and "layer_type" in inspect.signature(type(module).forward).parameters:
             self._options = [{"layer_type": kind} for kind in kinds]
         distinct_types = set(rope_types.values()) if isinstance(rope_types, dict) else {rope_types}
         self._is_static, self._table = distinct_types <= STATIC, list[Rope]()
@@ -53,7 +52,8 @@ class Rotations:
 
     def computed(self, hidden: Tensor, positions: Tensor) -> list[Rope]:
         """What `ropes` returns, computed by the model's own module instead of read from the table."""
-        ropes = (self._module(hidden, positions, **options) for options in self._options)
+        module: Any = self._module
+        ropes = (module(hidden, positions, **options) for options in self._options)
         return [angles(rope, positions, hidden.dtype, self._plan.layers[0]) for rope in ropes]
 
 
@@ -61,15 +61,18 @@ def layer_rotations(model: Any, inner: nn.Module, plan: DecoderPlan) -> tuple[Ro
     """The rotations of a model's layers, and for each layer the index of its own. inner: see `decoder_module`."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(plan.layers)
     kinds = sorted(set(layer_types))
-    rotations = Rotations(inner.get_submodule("rotary_emb"), kinds, plan)
+    rotations = Rotations(inner.get_submodule("rotary_emb") if plan.rotates else None, kinds, plan)
     return rotations, [kinds.index(kind) if len(rotations) > 1 else 0 for kind in layer_types]
 
 
-def decoder_module(model: Any, count: int) -> nn.Module:
+def decoder_module(model: Any, plan: DecoderPlan) -> nn.Module:
     """The module that calls the layers. Raises `UnknownLayerError` if none does."""
-    inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= AROUND), None)
+    around, count = {"layers", plan.last_norm}, len(plan.layers)
+    if plan.rotates:
+        around.add("rotary_emb")
+    inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= around), None)
     if inner is None or len(inner.get_submodule("layers")) != count:
-        raise UnknownLayerError(f"none of its modules has {', '.join(sorted(AROUND))} with {count} layers")
+        raise UnknownLayerError(f"none of its modules has {', '.join(sorted(around))} with {count} layers")
     module: nn.Module = inner
     return module
 
@@ -81,7 +84,7 @@ def check_nothing_between(model: Any, layers: Sequence[nn.Module], plan: Decoder
     In a forward of two tokens, each of these modules must receive exactly the bits that the one before it returned; the
     first layer and the caller, what `plan` makes of them.
     """
-    norm = decoder_module(model, len(layers)).get_submodule("norm")
+    norm = decoder_module(model, plan).get_submodule(plan.last_norm)
     chain = [model.get_input_embeddings(), *layers, norm, model.get_output_embeddings()]
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
 

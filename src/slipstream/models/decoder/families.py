@@ -40,6 +40,7 @@ ROTATION = _names(
     "short_mscale partial_rotary_factor full_attention sliding_attention"
 )
 KINDS = frozenset(("full_attention", "sliding_attention"))
+RECURRENT = frozenset(("linear_attention", "conv"))  # kinds of layers that only some families have
 # fields that no class declares, but whose names say that they change numbers; a factor of 1 is neutral
 FACTORS = re.compile(r"(?<!initializer_)scal|multipl|gain|mup_")
 LIMITS = re.compile(r"temperature_tuning|soft_?cap|clip|clamp|beta|logn|alpha")
@@ -53,9 +54,10 @@ def plan_of(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
     kind = config.model_type
     if (field := unknown_field(config, FIELDS.get(kind, frozenset()))) is not None:
         raise UnknownLayerError(f"its configuration has {field}")
-    if others := set(getattr(config, "layer_types", None) or ()) - KINDS:
-        raise UnknownLayerError(f"its configuration has layers of {sorted(others)[0]}")
     plan = FAMILIES.get(kind, llama)(config, _base(config, windows))
+    recurrent = RECURRENT if any(layer.recurrent for layer in plan.layers) else frozenset[str]()
+    if others := set(getattr(config, "layer_types", None) or ()) - KINDS - recurrent:
+        raise UnknownLayerError(f"its configuration has layers of {sorted(others)[0]}")
     activation_named(plan.layers[0].activation)
     return plan
 
@@ -341,6 +343,75 @@ def _with_experts(config: Any, plan: DecoderPlan, layers: Container[int]) -> Dec
     """The plan with experts in these layers."""
     experts: dict[str, Any] = {"experts": experts_plan(config), "gate_up": (), "down": None, "inner": 0}
     return plan.with_layers(lambda layer: experts if layer.index in layers else {})
+
+
+@family(
+    "lfm2",
+    fields="norm_eps conv_bias conv_L_cache block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim "
+    "full_attn_idxs",
+)
+def lfm2(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Short convolutions in most layers, and a width of the feed-forward part that may not be the one declared."""
+    inner = config.intermediate_size
+    if config.block_auto_adjust_ff_dim:
+        multiple = config.block_multiple_of
+        inner = int((config.block_ffn_dim_multiplier or 1) * int(2 * inner / 3))
+        inner = -(-inner // multiple) * multiple if config.block_ffn_dim_multiplier is not None else inner
+    norm, heads = NormPlan(config.norm_eps), ("self_attn.q_layernorm", "self_attn.k_layernorm")
+    plan = plan.with_layers(
+        norm=norm,
+        inner=inner,
+        out="self_attn.out_proj",
+        head_norms=heads,
+        gate_up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        before_attention="operator_norm",
+        before_feed_forward="ffn_norm",
+    )
+    plan = _with_recurrent(config, plan, "conv", "conv", ("in_proj",))
+    return replace(plan, norm=norm, last_norm="embedding_norm")
+
+
+@family(
+    "qwen3_5_text",
+    fields="linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+    "linear_num_value_heads mrope_section mrope_interleaved",
+)
+def qwen3_5(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Gated delta nets in most layers; the others have gates for their queries, and rotate a part of each head."""
+    plan = qwen3(config, gemma(config, plan)).with_layers(gates_queries=True, rotated=_rotated(config, plan))
+    parts = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+    return _with_recurrent(config, plan, "linear_attention", "linear_attn", parts)
+
+
+@family(
+    "granitemoehybrid",
+    fields=f"{GRANITE} num_experts_per_tok router_aux_loss_coef shared_intermediate_size position_embedding_type "
+    "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size "
+    "mamba_conv_bias mamba_proj_bias time_step_limit",
+)
+def granitemoehybrid(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Granite with Mamba-2 in most layers and, in most models, without positions. Those with experts have no plan."""
+    plan = granite(config, plan).with_layers(
+        inner=config.shared_intermediate_size,
+        gate_up=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        rotated=plan.layers[0].size if config.position_embedding_type == "rope" else 0,
+    )
+    return _with_recurrent(config, plan, "linear_attention", "mamba", ("in_proj",))
+
+
+def _with_recurrent(config: Any, plan: DecoderPlan, kind: str, module: str, parts: Sequence[str]) -> DecoderPlan:
+    """The plan whose layers of this kind have a recurrent module. parts: its first product."""
+    changes = {
+        "recurrent": module,
+        "qkv": tuple(f"{module}.{part}" for part in parts),
+        "out": f"{module}.out_proj",
+        "head_norms": None,
+        "rotated": 0,
+        "gates_queries": False,
+    }
+    return plan.with_layers(lambda layer: changes if config.layer_types[layer.index] == kind else {})
 
 
 def _norms_after(plan: DecoderPlan) -> DecoderPlan:

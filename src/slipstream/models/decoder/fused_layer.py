@@ -7,7 +7,7 @@ layer that computes anything else gives other logits, and then all layers keep t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, Protocol
 
@@ -122,7 +122,7 @@ class RotaryEmbedding:
         return torch.cat((part, rest), -1) if rest.shape[-1] else part
 
 
-def angles(rope: Rope, positions: Tensor, dtype: torch.dtype, plan: LayerPlan) -> Rope:
+def angles(rope: Rope, positions: Tensor | None, dtype: torch.dtype, plan: LayerPlan) -> Rope:
     """A model's cosines and sines at positions [B, W] as layers take them.
 
     The numbers of all pairs' first elements stand in front of those of their second ones; see `grows_queries`, too.
@@ -131,7 +131,7 @@ def angles(rope: Rope, positions: Tensor, dtype: torch.dtype, plan: LayerPlan) -
         rope = in_halves(rope[0]), in_halves(rope[1])
     if plan.angles_of_pairs:
         rope = torch.cat((rope[0], rope[0]), -1), torch.cat((rope[1], rope[1]), -1)
-    if plan.growth is not None:
+    if plan.growth is not None and positions is not None:
         beta, count = plan.growth
         growth = 1 + beta * torch.log(1 + torch.floor(positions / count))[..., None]
         rope = torch.cat((rope[0], rope[0] * growth), -1), torch.cat((rope[1], rope[1] * growth), -1)
@@ -174,7 +174,9 @@ class LayerOps:
         _check_modules(layer, plan)
         self.plan, self._rope = plan, rope
         self.heads, self.key_heads, self.size = plan.heads, plan.key_heads, plan.size
-        self.qkv = _product(layer, plan.qkv, (plan.heads + 2 * plan.key_heads) * plan.size)
+        outputs = ((1 + plan.gates_queries) * plan.heads + 2 * plan.key_heads) * plan.size
+        self.qkv = _product(layer, plan.qkv, None if plan.recurrent else outputs)
+        self.mixer: Any = None if plan.mixer is None else layer.get_submodule(plan.mixer)
         self.out = _product(layer, (plan.out,))
         self.gate_up: Any = None
         self.down: Any = None
@@ -215,7 +217,15 @@ class LayerOps:
         return norm(heads.flatten(2)).view_as(heads) if self.plan.norms_all_heads else norm(heads)
 
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        x = hidden + self._added(self.after_attention, self.out(attended))
+        return self._after_mixing(hidden, self.out(attended))
+
+    def mix(self, hidden: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """The whole layer, whose tokens the model's own module mixes. options: of the layer's forward."""
+        mixed = self.mixer(_normed(self.before_attention, hidden), **options)
+        return self._after_mixing(hidden, mixed[0] if isinstance(mixed, tuple) else mixed)
+
+    def _after_mixing(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+        x = hidden + self._added(self.after_attention, mixed)
         entering = (
             _normed(self.before_attention, hidden) if self.plan.is_parallel else _normed(self.before_feed_forward, x)
         )
@@ -268,20 +278,26 @@ class FusedLayer:
         """hidden_states: [B, W, H]. Calls from outside `HFBackend` go to the layer's own forward."""
         cache, rope = given_cache(options), options.get("position_embeddings")
         mask, positions = options.get("attention_mask"), options.get("position_ids")
-        if inputs or mask is None or not isinstance(cache, SlotCache):
+        if inputs or not isinstance(cache, SlotCache) or (mask is None and not self.plan.recurrent):
             return self._original_forward(hidden_states, *inputs, **options)
-        if rope is None or positions is None:
-            raise UnknownLayerError("its layers are not given positions and their rotations")
-        rotated = rope[1].shape[-1] * (2 if self.plan.angles_of_pairs else 1)
-        if self.plan.rotated and rotated != self.plan.rotated:
-            raise UnknownLayerError(f"it rotates {rotated} of a head's {self.plan.size} numbers")
-        rope = angles(rope, positions, hidden_states.dtype, self.plan)
+        if self.plan.rotated:
+            rope = self._angles(rope, positions, hidden_states.dtype)
         output = self.ops.whole_layer(hidden_states, rope, cache, self.plan)
         if output is not None:
             return output
+        if self.plan.mixer is not None:
+            return self.plain.mix(hidden_states, options)
         qk, values = self.ops.project_qkv_rope(hidden_states, rope)
         attended = self._attend(qk, values, mask, cache)
         return self.ops.residual_mlp(hidden_states, attended.transpose(1, 2).flatten(2))
+
+    def _angles(self, rope: Rope | None, positions: Tensor | None, dtype: torch.dtype) -> Rope:
+        if rope is None or (positions is None and self.plan.growth):
+            raise UnknownLayerError("its layers are not given positions and their rotations")
+        rotated = rope[1].shape[-1] * (2 if self.plan.angles_of_pairs else 1)
+        if rotated != self.plan.rotated:
+            raise UnknownLayerError(f"it rotates {rotated} of a head's {self.plan.size} numbers")
+        return angles(rope, positions, dtype, self.plan)
 
     def with_ops(self, ops: Ops) -> FusedLayer:
         """A copy of this layer that computes with other ops."""

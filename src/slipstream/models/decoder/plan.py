@@ -102,11 +102,18 @@ class LayerPlan:
     angles_of_pairs: bool = False  # the model has one cosine and one sine for each pair of numbers, not one for each
     sinks: str | None = None  # a parameter: for each query head a score without a value
     experts: ExpertsPlan | None = None
+    gates_queries: bool = False  # each query is followed by a gate, whose sigmoid multiplies what the query attends to
+    recurrent: str | None = None  # what mixes tokens in place of attention; `qkv` is its first product, `out` its last
 
     @property
     def grows_queries(self) -> bool:
         """True if queries have cosines and sines of their own, `growth` included, after those of the keys."""
         return self.growth is not None
+
+    @property
+    def mixer(self) -> str | None:
+        """The module that mixes tokens, where its own code is the specification of that."""
+        return self.out.rpartition(".")[0] if self.gates_queries else self.recurrent
 
     @property
     def norms(self) -> tuple[str | None, ...]:
@@ -116,8 +123,9 @@ class LayerPlan:
     @property
     def modules(self) -> set[str]:
         """The paths of all modules with weights."""
+        mixing = (self.recurrent,) if self.recurrent else (*self.qkv, self.out, *(self.head_norms or ()))
         feed_forward = (*self.gate_up, self.down) if self.experts is None else (self.experts.block,)
-        paths = (*self.qkv, self.out, *feed_forward, *self.norms, *(self.head_norms or ()))
+        paths = (*mixing, *feed_forward, *self.norms)
         return {path for path in paths if path is not None}
 
 
@@ -127,9 +135,15 @@ class DecoderPlan:
 
     layers: tuple[LayerPlan, ...]
     norm: NormPlan
+    last_norm: str = "norm"  # the norm after the last layer, in the module that calls the layers
     embedding: float = 1.0  # factor of what the embedding returns
     logits: float = 1.0  # factor of what the output layer returns
     logit_cap: float = 0.0  # 0: none
+
+    @property
+    def rotates(self) -> bool:
+        """True if any layer rotates queries and keys."""
+        return any(layer.rotated for layer in self.layers)
 
     def with_layers(self, each: Callable[[LayerPlan], dict[str, Any]] | None = None, **changes: Any) -> DecoderPlan:
         """This plan with changed layers. each: further changes, which differ by layer."""

@@ -97,6 +97,24 @@ class Recurrence:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """Where a recurrent layer's numbers begin in what its first product computes, and how its outputs are gated.
+
+    channels, gates: of the recurrence's inputs; factors: the numbers by which the channels are multiplied, if there are
+    any. rest: the gates of the outputs. norm: weight and epsilon of a norm of the outputs, in groups of `group`, after
+    which they are multiplied by the SiLU of their gates or, if gates_first, before; without it by the gates themselves.
+    """
+
+    channels: int
+    gates: int
+    rest: int
+    factors: int | None = None
+    norm: tuple[Tensor, float] | None = None
+    group: int = 0
+    gates_first: bool = False
+
+
+@dataclass(frozen=True)
 class Segment:
     """A row's part of a forward: `count` tokens of `slot` from position `start` on.
 
@@ -312,6 +330,15 @@ class RecurrentStates:
         # a forward that fails leaves layers at different positions, so until `end` the slots count as empty
         for segment in self._segments:
             self._slots[segment.slot] = SlotPositions()
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The rows of the forward that `begin` has prepared."""
+        return self._segments
+
+    def memory(self, layer: int) -> LayerMemory:
+        """What is kept of a layer."""
+        return self._memory[layer]
 
     def run(self, layer: int, x: Tensor) -> Tensor:
         """A layer's part of the forward: inputs [B, W, inputs] -> outputs [B, W, outputs], float32."""

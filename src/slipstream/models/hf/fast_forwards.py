@@ -43,8 +43,7 @@ TOKENS_INDEPENDENT = "whole layers, each token as if it were alone"
 def make_faster(backend: HFBackend, own_logits: OwnLogits) -> None:
     """Give a model on the CPU grouped attention and then fused layers, each if it gives the model's own logits."""
     group_queries(backend, own_logits)
-    if backend.cache.states is None:  # there is no fused form of recurrent layers
-        fuse_layers(backend, own_logits)
+    fuse_layers(backend, own_logits)
 
 
 def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> None:
@@ -143,7 +142,7 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
         layer.forward = forward
     if backend.device.type == "cpu":  # elsewhere forwards are captured as rectangles
         use_compiled_ops(backend, plan, layers, own_logits)
-        backend.ragged = True
+        backend.ragged = backend.cache.states is None  # recurrent layers take as many tokens from each row
     return layers
 
 
@@ -171,7 +170,9 @@ def use_compiled_ops(
     if all(ops.shape_independent for ops in compiled):
         own_logits.passed.add(TOKENS_INDEPENDENT)
     layers_are_independent = TOKENS_INDEPENDENT in own_logits.passed
-    backend.shape_independent = layers_are_independent and _multiplies_tokens_independently(backend.model)
+    backend.shape_independent = layers_are_independent and _multiplies_tokens_independently(
+        backend.model, [layer for layer, _ in layers]
+    )
 
 
 def _use_stack(
@@ -195,18 +196,22 @@ def _use_stack(
         log.info("%s calls its layers one by one: in one call they give other logits", type(model).__name__)
 
 
-def _multiplies_tokens_independently(model: Any) -> bool:
+def _multiplies_tokens_independently(model: Any, layers: Sequence[nn.Module]) -> bool:
     """True if nothing outside the decoder layers multiplies by other weights than the kernels'.
 
     Any module may multiply by a matrix that is a parameter of its own, as the routers of mixtures do.
     """
+    within = {module for layer in layers for module in layer.modules()}
     others = [
         module
         for module in model.modules()
-        if isinstance(module, nn.Linear | PackedLinear)
-        or (
-            not isinstance(module, nn.Embedding | BlockEmbedding)
-            and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        if module not in within
+        and (
+            isinstance(module, nn.Linear | PackedLinear)
+            or (
+                not isinstance(module, nn.Embedding | BlockEmbedding)
+                and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+            )
         )
     ]
     return not others and isinstance(model.get_output_embeddings(), KernelLinear | BlockLinear)

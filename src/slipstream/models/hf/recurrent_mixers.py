@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from slipstream.models.cpu.compiled_recurrence import compiled_recurrence
-from slipstream.models.decoder.recurrence import Heads, Recurrence, RecurrentStates
+from slipstream.models.decoder.recurrence import Heads, Projection, Recurrence, RecurrentStates
 
 SILU = ("silu", "swish")
 NO_LIMIT = (0.0, float("inf"))  # of the time step of Mamba-2
@@ -25,6 +25,10 @@ class Form(Protocol):
     """A recurrent layer's projections around its recurrence. B rows of W tokens, H hidden numbers."""
 
     recurrence: Recurrence
+
+    @property
+    def projection(self) -> Projection | None:
+        """What the kernels need to compute `project` and `finish`; None if they cannot."""
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """From [B, W, H] to the recurrence's inputs [B, W, inputs], and what `finish` needs besides its outputs."""
@@ -55,6 +59,12 @@ class GatedDelta:
         )
         self.recurrence = Recurrence(*_convolution(layer.conv1d), heads, self._dtype)
 
+    @property
+    def projection(self) -> Projection | None:
+        layer, channels = self._layer, self.recurrence.channels
+        norm = layer.norm.weight.detach().float(), layer.norm.variance_epsilon
+        return Projection(0, channels + layer.value_dim, channels, norm=norm, group=layer.head_v_dim)
+
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         layer = self._layer
         mixed, z = layer.in_proj_qkv(hidden), layer.in_proj_z(hidden)
@@ -70,6 +80,10 @@ class GatedDelta:
 
 class InterleavedGatedDelta(GatedDelta):
     """Gated delta layers whose projections are one matrix, ordered head by head."""
+
+    @property
+    def projection(self) -> Projection | None:
+        return None
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         layer = self._layer
@@ -103,6 +117,16 @@ class StateSpace:
         self._scale = getattr(layer, "ssm_in_multiplier", None)
         self._scales = getattr(layer, "mup_vector", None)
 
+    @property
+    def projection(self) -> Projection | None:
+        norm, inner = self._layer.norm, self._layer.intermediate_size
+        if self._scale is not None or self._scales is not None or isinstance(norm, nn.Identity):
+            return None
+        weight, gates = norm.weight.detach().float(), inner + self.recurrence.channels
+        return Projection(
+            inner, gates, 0, norm=(weight, norm.variance_epsilon), group=norm.group_size, gates_first=True
+        )
+
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if self._scale is not None:
             hidden = hidden * self._scale
@@ -126,6 +150,11 @@ class ShortConvolution:
         self._layer = layer
         self._dtype: torch.dtype = layer.conv.weight.dtype
         self.recurrence = Recurrence(*_convolution(layer.conv), None, self._dtype)
+
+    @property
+    def projection(self) -> Projection | None:
+        channels = self.recurrence.channels
+        return Projection(0, 3 * channels, channels, factors=2 * channels)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         before, after, x = self._layer.in_proj(hidden).chunk(3, -1)

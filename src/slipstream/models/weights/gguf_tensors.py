@@ -32,7 +32,7 @@ from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.processor import NoKernelsError, memory_bytes
-from slipstream.models.cpu.structs import TYPES, BlockFormat, FilePieceStruct
+from slipstream.models.cpu.structs import LANES, TYPES, BlockFormat, FilePieceStruct
 from slipstream.models.weights.gguf_architectures import Order, Source, architecture_of, settings_of, source_of
 from slipstream.models.weights.gguf_file import INSTALL, GGUFHeader, TensorEntry, ends_within
 from slipstream.models.weights.gguf_metadata import FACTORS, LONG_FACTORS, SHORT_FACTORS
@@ -385,19 +385,22 @@ class GGUFTensors:
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix of the file [shape] for the kernels."""
-        entry, order, columns = self._matrix(parameter, shape)
-        packed = self._ahead.part(entry.name) if self._ahead is not None and order is None else None
-        part = packed or self._reader.part(entry, library, self._memory, order)
-        part.scale = self._scale(entry)
+        entries, order, columns = self._matrix(parameter, shape)
+        parts = []
+        for entry in entries:
+            packed = self._ahead.part(entry.name) if self._ahead is not None and order is None else None
+            parts.append(packed or self._reader.part(entry, library, self._memory, order))
+        part = parts[0] if len(parts) == 1 else joined_parts(parts, self._memory)
+        part.scale = self._scale(entries[0])  # of a joint matrix there is none, see `_matrix`
         if columns is not None:
             part.inputs_from = torch.from_numpy(numpy.argsort(columns))
         return part
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
         """A matrix of the file [shape] of which single rows are needed."""
-        entry, order, _ = self._matrix(parameter, shape)
-        if order is None and stays_in_file(self.header, entry.name):
-            return RowsOfFile(entry, library, self._scale(entry))
+        entries, order, _ = self._matrix(parameter, shape)
+        if order is None and stays_in_file(self.header, entries[0].name):
+            return RowsOfFile(entries[0], library, self._scale(entries[0]))
         return self.part(parameter, shape, library)
 
     def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
@@ -435,21 +438,33 @@ class GGUFTensors:
         (down,) = stacks("down_proj", sizes.hidden, sizes.inner, 1)
         return ExpertStacks(gate, up, down, store)
 
-    def _matrix(self, parameter: str, shape: tuple[int, int]) -> tuple[TensorEntry, Any, Any]:
-        """The tensor of a matrix, and the file's row of each row and column of each column; None for the same order.
+    def _matrix(self, parameter: str, shape: tuple[int, int]) -> tuple[list[TensorEntry], Any, Any]:
+        """The tensors whose rows are a matrix, and the file's row of each row and column of each column.
 
-        Raises `NotInBlocksError` if its numbers are not those of one tensor.
+        None for the same order. Raises `NotInBlocksError` if its numbers are not those of tensors of one type, in whole
+        panels.
         """
         source, entries = self._source(parameter), self.tensors(parameter)
-        if len(entries) > 1 or source.change is not None:
+        rows = shape[0] // len(entries)
+        is_joint = len({entry.kind for entry in entries}) == 1 and rows % LANES == 0 and source.order is None
+        is_joint = is_joint and all(self._scale(entry) is None for entry in entries)
+        if source.change is not None or (len(entries) > 1 and not is_joint):
             raise _made_from(parameter, [entry.name for entry in entries])
-        (entry,) = entries
-        self.check_shape(entry, shape)
-        if not fits_blocks(shape[1], check_kind(entry)):
-            raise NotInBlocksError(
-                f"tensor {entry.name!r} has rows of {shape[1]} numbers; computed with: multiples of 32"
-            )
-        return entry, self._order(source.order, shape[0]), self._order(source.columns, shape[1])
+        for entry in entries:
+            self.check_shape(entry, (rows, shape[1]))
+            if not fits_blocks(shape[1], check_kind(entry)):
+                raise NotInBlocksError(
+                    f"tensor {entry.name!r} has rows of {shape[1]} numbers; computed with: multiples of 32"
+                )
+        return entries, self._order(source.order, shape[0]), self._order(source.columns, shape[1])
+
+
+def joined_parts(parts: Sequence[BlockPart], memory: HugePages) -> BlockPart:
+    """One matrix with the rows of several of the same type, each of whole panels."""
+    shape = sum(part.outputs for part in parts), parts[0].inputs
+    joined = BlockPart(parts[0].block, shape, None, parts[0].library, memory)
+    joined.data.copy_(torch.cat([part.data for part in parts]))
+    return joined
 
 
 def unpacked_rows(entry: TensorEntry, rows: Any) -> Tensor:

@@ -10,6 +10,8 @@
 
 enum { FEW = 8 /* tokens that one thread finishes before a second one has started */ };
 
+#include "mixer_steps.h"
+
 static void normalise(const struct norm *norm, const number *x, int64_t size, number *out) {
     floats mean = all_floats(0), squares = all_floats(0);
     if (norm->is_centred) {
@@ -117,14 +119,20 @@ static void end_layer(int64_t t, void *given) {
     add_residual(of->layer, &of->layer->after_feed_forward, of->out + start, of->product + start, of->out + start);
 }
 
+/* The norm and the first product: out [tokens][outputs]. space: see `layer_scratch`. */
+static void project(const layer_type *layer, const number *hidden, int64_t tokens, number *out, number *space) {
+    struct pass pass = {layer, hidden, .normed = space};
+    const number *entering = layer->before_attention.weight ? space : hidden;
+    if (entering == space) for_each(tokens, tokens > FEW, norm_token, &pass);
+    multiply_by(layer, &layer->qkv, entering, tokens, out, space + tokens * layer->hidden);
+}
+
 /* From hidden [tokens][hidden] to queries, keys and values [tokens][heads + 2 * key_heads][size] for attention.
  * cosines, sines: [tokens][rotated], or [tokens][2][rotated] for keys and queries. space: see `layer_scratch`. */
 void project_qkv_rope(const layer_type *layer, const number *hidden, int64_t tokens, const number *cosines,
                       const number *sines, number *out, number *space) {
-    struct pass pass = {layer, hidden, cosines, sines, .normed = space, .heads = out};
-    const number *entering = layer->before_attention.weight ? space : hidden;
-    if (entering == space) for_each(tokens, tokens > FEW, norm_token, &pass);
-    multiply_by(layer, &layer->qkv, entering, tokens, out, space + tokens * layer->hidden);
+    struct pass pass = {layer, hidden, cosines, sines, .heads = out};
+    project(layer, hidden, tokens, out, space);
     for_each(tokens, tokens > FEW, rotate_token, &pass);
 }
 
@@ -158,14 +166,30 @@ void finish_layer(const layer_type *layer, const cache_type *memory, const numbe
     residual_mlp(layer, hidden, attended, tokens, out, attended + tokens * layer->heads * layer->size);
 }
 
+/* Numbers of scratch space of whatever mixes the tokens. length: of the cache. */
+static int64_t mixing_space(const layer_type *layer, int64_t tokens, int64_t length) {
+    int64_t bytes = layer->mixer ? mixing_bytes(layer, tokens) : attention_bytes(layer, tokens, length);
+    return bytes / (int64_t)sizeof(number);
+}
+
 /* The whole layer, attention included: from hidden [tokens][hidden] to the next layer's, which may take its place. */
 void whole_layer(const layer_type *layer, const cache_type *memory, const number *hidden, int64_t tokens,
                  const number *cosines, const number *sines, number *out, number *space) {
-    number *heads = space + attention_bytes(layer, tokens, memory->length) / (int64_t)sizeof *space;
-    number *attended = heads + tokens * (layer->heads + 2 * layer->key_heads) * layer->size;
-    number *rest = attended + tokens * layer->heads * layer->size;
-    project_qkv_rope(layer, hidden, tokens, cosines, sines, heads, rest);
-    attend(layer, memory, heads, tokens, attended, space);
+    number *projected = space + mixing_space(layer, tokens, memory->length);
+    number *attended = projected + tokens * layer->qkv.outputs, *rest = attended + tokens * layer->out.inputs;
+    number *heads = layer->gates_queries ? rest : projected;
+    project(layer, hidden, tokens, projected, rest);
+    if (layer->mixer) {
+        mix(layer, memory, projected, tokens, attended, space);
+    } else {
+        struct pass pass = {layer, .cosines = cosines, .sines = sines, .heads = heads};
+        struct mixing mixing = {layer, projected, layer->qkv.outputs, .out = heads};
+        if (layer->gates_queries) for_each(tokens, tokens > FEW, part_queries, &mixing);
+        for_each(tokens, tokens > FEW, rotate_token, &pass);
+        attend(layer, memory, heads, tokens, attended, space);
+        mixing.out = attended;
+        if (layer->gates_queries) for_each(tokens, tokens > FEW, gate_attended, &mixing);
+    }
     residual_mlp(layer, hidden, attended, tokens, out, rest);
 }
 
@@ -217,7 +241,7 @@ void normalise_tokens(const struct norm *norm, const number *x, int64_t tokens, 
 
 /* The largest number of inputs of a product of a layer. */
 static int64_t widest(const layer_type *layer) {
-    int64_t most = layer->heads * layer->size;
+    int64_t most = layer->out.inputs;
     if (layer->inner > most) most = layer->inner;
     return layer->hidden > most ? layer->hidden : most;
 }
@@ -225,6 +249,7 @@ static int64_t widest(const layer_type *layer) {
 /* How many numbers of scratch space these functions need, besides that of a product. length: of the cache; 0 for
  * functions without one. */
 static int64_t numbers_needed(const layer_type *layer, int64_t tokens, int64_t length) {
-    int64_t heads = (2 * layer->heads + 2 * layer->key_heads) * layer->size;
-    return attention_bytes(layer, tokens, length) / (int64_t)sizeof(number) + tokens * (heads + 2 * layer->hidden + 3 * layer->inner);
+    int64_t both = layer->qkv.outputs + layer->out.inputs, rest = 2 * layer->hidden + 3 * layer->inner;
+    if (layer->gates_queries) both += layer->qkv.outputs;
+    return mixing_space(layer, tokens, length) + tokens * (both + rest);
 }

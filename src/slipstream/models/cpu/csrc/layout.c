@@ -20,7 +20,7 @@ struct entry {
         OFFSET(type, rotated), OFFSET(type, slope), OFFSET(type, cubic), OFFSET(type, residual),              \
         OFFSET(type, soft_cap), OFFSET(type, rotates_pairs), OFFSET(type, grows_queries),                     \
         OFFSET(type, norms_all_heads),                                                                        \
-        OFFSET(type, is_gated), OFFSET(type, is_parallel)
+        OFFSET(type, is_gated), OFFSET(type, is_parallel), OFFSET(type, gates_queries), OFFSET(type, mixer)
 #define CONSTANT(name) {#name, name}
 #define TYPE(name, number, size, bytes, panel) \
     CONSTANT(name), {#name ".number", number}, {#name ".size", size}, {#name ".bytes", bytes},
@@ -38,6 +38,7 @@ const struct entry layout[] = {
     SIZE_OF(kv_cache), OFFSET(kv_cache, keys), OFFSET(kv_cache, values), OFFSET(kv_cache, length),
     OFFSET(kv_cache, window), OFFSET(kv_cache, scaling), OFFSET(kv_cache, slots), OFFSET(kv_cache, positions),
     OFFSET(kv_cache, places), OFFSET(kv_cache, forks), OFFSET(kv_cache, begins), OFFSET(kv_cache, paths),
+    OFFSET(kv_cache, segments), OFFSET(kv_cache, rows),
 
     SIZE_OF(stacked_layer), OFFSET(stacked_layer, layer), OFFSET(stacked_layer, keys), OFFSET(stacked_layer, values),
     OFFSET(stacked_layer, entering), OFFSET(stacked_layer, length), OFFSET(stacked_layer, window),
@@ -49,6 +50,10 @@ const struct entry layout[] = {
     OFFSET(recurrence, key_size), OFFSET(recurrence, value_size), OFFSET(recurrence, queries),
     OFFSET(recurrence, keys), OFFSET(recurrence, values), OFFSET(recurrence, ring),
     OFFSET(recurrence, corrects), OFFSET(recurrence, normalised), OFFSET(recurrence, is_float),
+
+    SIZE_OF(mixer), OFFSET(mixer, recurrence), OFFSET(mixer, norm), OFFSET(mixer, places), OFFSET(mixer, channels),
+    OFFSET(mixer, factors), OFFSET(mixer, gates), OFFSET(mixer, rest), OFFSET(mixer, group), OFFSET(mixer, eps),
+    OFFSET(mixer, gates_first),
 
     SIZE_OF(segment), OFFSET(segment, slot), OFFSET(segment, start), OFFSET(segment, count), OFFSET(segment, known),
     OFFSET(segment, keep),

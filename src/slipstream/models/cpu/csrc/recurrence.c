@@ -199,10 +199,8 @@ static void compute_heads(const struct member *me, void *given) {
     for (int64_t task; (task = take(&of->next)) < tasks;) compute_head(of, task);
 }
 
-/* Rows of a forward, each of segment.count tokens. x: [rows][count][inputs]; ring: [slots][r->ring][inputs];
- * states: [slots][heads][key_size][value_size]; out: [rows][count][outputs]. */
-void advance(const struct recurrence *r, const struct segment *segments, int64_t rows, const void *x, void *ring,
-             float *states, float *out) {
+void advance_states(const struct recurrence *r, const struct segment *segments, int64_t rows, const void *x, void *ring,
+                    float *states, float *out) {
     int64_t bytes = r->inputs * (r->is_float ? 4 : 2);
     struct forward forward = {r, segments, rows, x, ring, states, out, 0};
     in_team(compute_heads, &forward);

@@ -41,11 +41,12 @@ struct norm {
 
 /* The numbers and switches of a layer; see `LayerPlan` of plan.py. heads: query heads; key_heads each of keys and values
  * follow them. rotated: how many of the numbers of a head are. The gate's activation is
- * x / (1 + exp(-(slope * x + cubic * x^3))): SiLU, or GELU by its tanh formula. */
+ * x / (1 + exp(-(slope * x + cubic * x^3))): SiLU, or GELU by its tanh formula. mixer: what mixes the tokens in place of
+ * attention; NULL in most layers. `qkv` computes all that it takes, `out` takes what it gives. */
 #define LAYER_NUMBERS                                                                                   \
     int64_t hidden, inner, heads, key_heads, size, rotated;                                             \
     float slope, cubic, residual, soft_cap;                                                             \
-    int32_t rotates_pairs, grows_queries, norms_all_heads, is_gated, is_parallel
+    int32_t rotates_pairs, grows_queries, norms_all_heads, is_gated, is_parallel, gates_queries
 
 /* sinks: for each query head a score that counts among those of the positions, but has no value; NULL if there are none.
  * experts: the feed-forward part of a mixture, which then has neither gate_up nor down; else NULL. */
@@ -54,18 +55,22 @@ struct layer {
     struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
     const float *sinks;
     const struct experts *experts;
+    const struct mixer *mixer;
     LAYER_NUMBERS;
 };
 
 /* A layer's keys and values [slots][key_heads][length][size], and the slots, positions and places of the forward's
  * tokens, whose keys and values are written to their places. A token sees the keys of earlier positions: before
  * position forks[token] those at the place of the same number, from there on those at the places paths[begins[token]],
- * paths[begins[token] + 1], ... forks is NULL if all places are positions. */
+ * paths[begins[token] + 1], ... forks is NULL if all places are positions. segments: the tokens of each of `rows` rows;
+ * a mixer's memory are the latest inputs, in `keys`, and states, in `values`. */
 struct kv_cache {
     uint16_t *keys, *values;
     int64_t length, window; /* window: how many positions a token sees, itself included; 0 for all */
     float scaling;
     const int64_t *slots, *positions, *places, *forks, *begins, *paths;
+    const struct segment *segments;
+    int64_t rows;
 };
 
 /* One of the layers that are computed in one call: its struct, and its own part of the cache. entering: memory
@@ -87,11 +92,30 @@ struct recurrence {
     int32_t corrects, normalised, is_float;
 };
 
+/* A recurrent layer's mixer. Of the numbers that the layer's first product gives a token, the channels begin at `channels`,
+ * numbers to multiply them by at `factors` (-1: there are none), the gates of the recurrence at `gates`, those of its
+ * outputs at `rest`. Outputs are normalised in groups of `group` and multiplied by the SiLU of their gates, afterwards or,
+ * if gates_first, before, and then norm has a weight for each output, not only for those of a group. norm: NULL: outputs
+ * are not normalised, and multiplied by the gates themselves. places: where each group goes; NULL: in order. */
+struct mixer {
+    const struct recurrence *recurrence;
+    const float *norm;
+    const int64_t *places;
+    int64_t channels, factors, gates, rest, group;
+    float eps;
+    int32_t gates_first;
+};
+
 /* A row's part of a forward: `count` tokens of `slot` from position `start` on. known: the position of the kept state;
  * keep: the position whose state replaces it. */
 struct segment {
     int64_t slot, start, count, known, keep;
 };
+
+/* The recurrence of a forward's rows, each of segment.count tokens, by a team. x: [rows][count][inputs]; ring: [slots]
+ * [r->ring][inputs]; states: [slots][heads][key_size][value_size]; out: [rows][count][outputs]. */
+void advance_states(const struct recurrence *r, const struct segment *segments, int64_t rows, const void *x, void *ring,
+                    float *states, float *out);
 
 /* Of the kernels for quantised files, blocks/.
  *
@@ -236,6 +260,7 @@ struct float_layer {
     struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
     const float *sinks;
     const struct experts *experts;
+    const struct mixer *mixer;
     int64_t planes;
     LAYER_NUMBERS;
 };
