@@ -82,7 +82,8 @@ def response_template(tokenizer: Any) -> dict[str, Any] | None:
     template = getattr(tokenizer, "response_template", None)
     if template is not None:
         return dict(template)
-    return TAGGED if OPEN in str(tokenizer.chat_template or "") else None
+    written = str(tokenizer.chat_template or "")
+    return TAGGED if OPEN in written or "tools" not in written else None  # a template without tools gets Hermes' form
 
 
 def call_opening(template: Mapping[str, Any] | None) -> str | None:

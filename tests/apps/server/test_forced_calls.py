@@ -11,7 +11,7 @@ import pytest
 
 from slipstream import SpeculativeDecoder
 from slipstream.apps.server.error_objects import ApiError
-from slipstream.apps.server.request_reading import rendered_chat
+from slipstream.apps.server.request_reading import Reading, rendered_chat
 from slipstream.apps.server.request_rows import answer_constraint
 from slipstream.apps.server.schemas import ChatFields
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
@@ -155,8 +155,8 @@ def test_tools_that_the_template_does_not_read_are_refused_with_what_works(choic
     offered, reader = [{"type": "function", "function": {"name": "look"}}], HFTokenizer(tiny_models.tokenizer())
     fields = ChatFields.model_validate({"messages": ASKED, "tools": offered, "tool_choice": choice})
     with pytest.raises(ApiError, match=r"tools: this chat template does not read them; .*; response_format") as refusal:
-        rendered_chat(fields, reader)
-        answer_constraint(fields, reader)
+        rendered_chat(fields, reader, Reading(strict=True))
+        answer_constraint(fields, reader, strict=True)
     assert refusal.value.param == "tools"
 
 

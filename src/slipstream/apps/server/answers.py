@@ -1,4 +1,4 @@
-"""Answers as OpenAI's chat and completion objects: whole, or in chunks as server-sent events; with their tool calls."""
+"""Writers of answers, whole or streamed; those of OpenAI's chat and completion objects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from pydantic_core import to_json
 
@@ -20,14 +21,16 @@ from slipstream.apps.server.answer_state import (
     timings,
     usage,
 )
+from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Event, LiveRequest
 from slipstream.apps.server.schemas import ChatFields, CompletionFields, SamplingFields, StreamOptions
 from slipstream.core.rounds import TokenLogprobs
+from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import StopStrings
-from slipstream.tokenization.tokenizer import ParsedAnswer, Tokenizer, ToolCallParser
+from slipstream.tokenization.tokenizer import ParsedAnswer, Tokenizer, ToolCall, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": still here\n\n"  # a comment, which clients skip; proxies cut silent connections
+KEEP_ALIVE = b": still here\n\n"
 SILENCE_SECONDS = 15.0  # after which such a comment is sent
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 encoded = to_json  # JSON without spaces, three times faster than Python's `json.dumps`
@@ -39,18 +42,73 @@ def event(data: bytes) -> bytes:
 
 
 class AnswerWriter(ABC):
-    """Turns a request's events into its answer, whole or in chunks; subclasses know the form of each endpoint."""
+    """Turns a request's events into its answer, whole or as the items of a stream."""
 
-    prefix: ClassVar[str]
-    whole_kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
+    media_type: ClassVar[str] = "text/event-stream"
+    ending: ClassVar[bytes] = b""  # of a stream
 
     def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
         self.live, self.facts = live, facts
         self.choices = [ChoiceState(job, facts.lossless) for job in live.jobs]
+        self.shows_rounds = bool(fields.slipstream is not None and fields.slipstream.rounds)
+
+    def note(self, event: Event) -> None:
+        """Handle an event of an answer that is sent whole."""
+        self.choices[event.choice].take(event)
+
+    async def collect(self) -> dict[str, Any]:
+        await self.live.read_all(self.note)
+        return self.whole()
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The whole answer, once all choices have ended."""
+
+    @abstractmethod
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        """The items that an event adds to the stream."""
+
+    @abstractmethod
+    def sent(self, item: dict[str, Any]) -> bytes:
+        """An item as it is sent."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream that has failed."""
+
+    def closing(self) -> dict[str, Any] | None:
+        """The item after the last event, if there is one."""
+        return None
+
+    def keep_alive(self) -> bytes:
+        """A sign of life for clients and proxies, which cut silent connections: a comment, which clients skip."""
+        return KEEP_ALIVE
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer besides those that all have."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """The statistics of drafts; None for several texts, of which no client could tell the shares."""
+        drafting = None
+        if len(self.choices) == 1:
+            drafting = speculative_decoding(self.choices[0].rounds, is_detailed=self.shows_rounds)
+        return {"metrics": {"speculative_decoding": drafting}}
+
+
+class OpenAIWriter(AnswerWriter):
+    """Writes answers of OpenAI's chat and completions endpoints; subclasses know the form of each."""
+
+    prefix: ClassVar[str]
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    ending = DONE
+
+    def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
+        super().__init__(live, fields, facts)
         self._n = fields.n or 1
         self._options = fields.stream_options or StreamOptions()
-        self._shows_rounds = fields.slipstream is not None and fields.slipstream.rounds
         self._started: set[int] = set()
         self._created = int(time.time())
         self._head = {
@@ -62,6 +120,9 @@ class AnswerWriter(ABC):
         self._begin = b"data: %b," % encoded(self._head | {"object": self.chunk_kind})[:-1]
         self.return_ids = bool(fields.return_token_ids)
         self.ids_as_text = bool(fields.return_tokens_as_token_ids)
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(encoded(error.body()))
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
         """The part of a chunk that opens a choice, before its first token; None if this form has none."""
@@ -75,20 +136,10 @@ class AnswerWriter(ABC):
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         """A finished choice as an object of a whole answer."""
 
-    def note(self, event: Event) -> None:
-        """Handle an event of an answer that is sent whole."""
-        self.choices[event.choice].take(event)
-
-    async def collect(self) -> dict[str, Any]:
-        await self.live.read_all(self.note)
-        return self.whole()
-
-    def sent(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk as a server-sent event, with the fields that all chunks share."""
-        return b"%b%b\n\n" % (self._begin, encoded(chunk)[1:])
+    def sent(self, item: dict[str, Any]) -> bytes:
+        return b"%b%b\n\n" % (self._begin, encoded(item)[1:])  # with the fields that all chunks share
 
     def take(self, event: Event) -> list[dict[str, Any]]:
-        """The chunks for an event, without the fields that all chunks share."""
         choice = self.choices[event.choice]
         piece = choice.take(event)
         parts: list[dict[str, Any]] = []
@@ -98,7 +149,7 @@ class AnswerWriter(ABC):
             parts += [] if opening is None else [opening]
         if piece is not None:
             new = self.parts(choice, piece)
-            if self._shows_rounds or piece.finish_reason is not None:
+            if self.shows_rounds or piece.finish_reason is not None:
                 return self._with_reports(choice, piece, parts, new)
             parts += new
         return [self._chunk(part) for part in parts]
@@ -107,7 +158,7 @@ class AnswerWriter(ABC):
         self, choice: ChoiceState, piece: Piece, earlier: list[dict[str, Any]], new: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """The chunks of a piece, the last with reports on its round, on a finished choice, and on the answer."""
-        shows_round = self._shows_rounds and piece.round is not None
+        shows_round = self.shows_rounds and piece.round is not None
         if not new and shows_round:
             new = [self.empty_part(choice)]
         chunks = [self._chunk(part) for part in (*earlier, *new)]
@@ -116,10 +167,10 @@ class AnswerWriter(ABC):
         chunk = chunks[-1]
         if shows_round:
             chunk["slipstream"] = shown_round(piece, len(choice.rounds) - 1, self.facts)
-        if self._shows_rounds and piece.finish_reason is not None:
+        if self.shows_rounds and piece.finish_reason is not None:
             chunk["slipstream"] = chunk.get("slipstream", {}) | {"receipt": receipt(choice, self.facts)}
         if all(other.finish_reason is not None for other in self.choices):
-            chunk |= self._report()
+            chunk |= self.report()
         return chunks
 
     @abstractmethod
@@ -127,22 +178,20 @@ class AnswerWriter(ABC):
         """A choice's part of a chunk without new text."""
 
     def closing(self) -> dict[str, Any] | None:
-        """The chunk after the last, with the usage of the whole request, if requested."""
         return {"choices": [], "usage": usage(self.choices, self._n)} if self._options.include_usage else None
 
     def whole(self) -> dict[str, Any]:
         answer: dict[str, Any] = self._head | {"object": self.whole_kind}
         answer["choices"] = [self.whole_choice(choice) for choice in self.choices]
         answer["usage"] = usage(self.choices, self._n)
-        answer |= self._report()
-        if self._shows_rounds:
+        answer |= self.report()
+        if self.shows_rounds:
             receipts = [receipt(choice, self.facts) for choice in self.choices]
             answer["slipstream"] = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
         return answer
 
-    def _report(self) -> dict[str, Any]:
-        rounds = [round for choice in self.choices for round in choice.rounds]
-        return {"metrics": {"speculative_decoding": speculative_decoding(rounds)}, "timings": timings(self.choices[0])}
+    def report(self) -> dict[str, Any]:
+        return super().report() | {"timings": timings(self.choices[0])}
 
     def _chunk(self, part: dict[str, Any]) -> dict[str, Any]:
         chunk: dict[str, Any] = {"choices": [part]}
@@ -157,11 +206,29 @@ class AnswerWriter(ABC):
         return f"token_id:{token}" if self.ids_as_text else self.facts.token_text(token)
 
 
-class ToolWatch:
-    """Separates the text of one choice from the tool calls in it.
+@dataclass(frozen=True)
+class AnswerPart:
+    """A part of an answer. Parts of one kind that follow each other are one text; a call comes whole."""
 
-    tools: offered by the request; without any, all text is passed on. several: an answer may have more than one call;
-    if false, the first is kept.
+    kind: Literal["thought", "text", "call"]
+    text: str = ""
+    call: ToolCall | None = None
+
+
+@dataclass(frozen=True)
+class AnswerMessage:
+    """A finished answer."""
+
+    thought: str
+    text: str
+    calls: tuple[ToolCall, ...]
+
+
+class AnswerReader:
+    """Separates the text of one choice into its parts.
+
+    tools: offered by the request; without any, all is text. several: an answer may have more than one call; if false,
+    the first is kept.
     """
 
     def __init__(
@@ -172,15 +239,35 @@ class ToolWatch:
         self._before = None if self._opening is None else StopStrings((self._opening,))
         self._tools, self._several, self._passed = tools, several, 0
 
-    def passed(self, piece: Piece) -> str:
-        """The part of a piece's text that belongs to no call, as far as is known yet."""
-        if self._before is None:
-            return piece.text
-        text = "" if self._before.found else self._before.push(piece.text)
-        self._passed += len(text)
-        return text
+    @classmethod
+    def of(cls, fields: SamplingFields, facts: ModelFacts) -> AnswerReader:
+        """The reader of a request's answer."""
+        if not isinstance(fields, ChatFields) or fields.tool_choice == "none":
+            return cls(facts.tokenizer, ())
+        tools = [tool for tool in fields.tools or () if isinstance(tool.get("function"), dict)]
+        return cls(facts.tokenizer, tools, several=fields.parallel_tool_calls is not False)
 
-    def calls(self, choice: ChoiceState) -> ParsedAnswer | None:
+    def feed(self, text: str) -> list[AnswerPart]:
+        """The parts that new text completes."""
+        if self._before is not None:
+            text = "" if self._before.found else self._before.push(text)
+            self._passed += len(text)
+        return [AnswerPart("text", text)] if text else []
+
+    def end(self, choice: ChoiceState) -> list[AnswerPart]:
+        """The remaining parts of a finished choice."""
+        parsed = self._parsed(choice)
+        if parsed is not None:
+            return [AnswerPart("call", call=call) for call in parsed.calls]
+        rest = "" if self._before is None else choice.text[self._passed :]
+        return [AnswerPart("text", rest)] if rest else []
+
+    def message(self, choice: ChoiceState) -> AnswerMessage:
+        """A finished choice that is sent whole."""
+        parsed = self._parsed(choice)
+        return AnswerMessage("", choice.text, ()) if parsed is None else AnswerMessage("", parsed.content, parsed.calls)
+
+    def _parsed(self, choice: ChoiceState) -> ParsedAnswer | None:
         """The calls of a finished choice, and its text before them; the parser finds both if the tag has no text."""
         if self._opening is None or self._parser is None:
             return None
@@ -191,25 +278,74 @@ class ToolWatch:
         content = before.strip() if opening else parsed.content
         return ParsedAnswer(content, parsed.calls if self._several else parsed.calls[:1])
 
-    def held_back(self, choice: ChoiceState) -> str:
-        """Text that was not passed on, of a finished choice without calls."""
-        return "" if self._before is None else choice.text[self._passed :]
+
+class MessageWriter(AnswerWriter):
+    """Writes the one answer of a request as a message of thoughts, text and calls."""
+
+    def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
+        super().__init__(live, fields, facts)
+        self.reader = AnswerReader.of(fields, facts)
+        self.has_begun = False
+
+    @property
+    def choice(self) -> ChoiceState:
+        return self.choices[0]
+
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        piece = self.choice.take(event)
+        items: list[dict[str, Any]] = []
+        if self.choice.started is not None and not self.has_begun:
+            self.has_begun = True
+            items += self.begin()
+        if piece is not None:
+            parts = self.reader.feed(piece.text)
+            if piece.finish_reason is not None:
+                parts += self.reader.end(self.choice)
+            for part in parts:
+                items += self.part(part)
+            if piece.finish_reason is not None:
+                items += self.end()
+        return items
+
+    @abstractmethod
+    def begin(self) -> list[dict[str, Any]]:
+        """The items that begin a stream."""
+
+    @abstractmethod
+    def part(self, part: AnswerPart) -> list[dict[str, Any]]:
+        """The items of a part."""
+
+    @abstractmethod
+    def end(self) -> list[dict[str, Any]]:
+        """The items that end a stream, after all parts."""
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        row, tokenizer = self.choice.job.row, self.facts.tokenizer
+        if self.choice.finish_reason != "stop" or tokenizer is None:
+            return None
+        rest = tokenizer.decode(self.choice.token_ids)[len(self.choice.text) :]
+        return next((text for text in params_of(row).stop_strings if rest.startswith(text)), None)
 
 
-def shown_calls(parsed: ParsedAnswer, prefix: str, *, numbered: bool) -> list[dict[str, Any]]:
-    """Calls as OpenAI's objects. prefix: of their ids; numbered: add the index that chunks of a stream have."""
-    return [
-        ({"index": index} if numbered else {})
-        | {
-            "id": f"call_{prefix}_{index}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for index, call in enumerate(parsed.calls)
-    ]
+def shown_call(call: ToolCall, prefix: str, index: int) -> dict[str, Any]:
+    """A call as OpenAI's object. prefix: of its id; index: among the calls of its answer."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{prefix}_{index}", "type": "function", "function": function}
 
 
-class ChatWriter(AnswerWriter):
+def joined(parts: Sequence[AnswerPart], kind: str) -> str:
+    """The text of the parts of a kind."""
+    return "".join(part.text for part in parts if part.kind == kind)
+
+
+def thought_fields(thought: str) -> dict[str, Any]:
+    """A thought under the two names that clients of chat completions read."""
+    return {"reasoning_content": thought, "reasoning": thought} if thought else {}
+
+
+class ChatWriter(OpenAIWriter):
     """Writes chat completions."""
 
     prefix = "chatcmpl-"
@@ -218,32 +354,36 @@ class ChatWriter(AnswerWriter):
 
     def __init__(self, live: LiveRequest, fields: ChatFields, facts: ModelFacts) -> None:
         super().__init__(live, fields, facts)
-        tools = () if fields.tool_choice == "none" else fields.tools or ()
-        several = fields.parallel_tool_calls is not False
-        self._watches = [ToolWatch(facts.tokenizer, tools, several=several) for _ in self.choices]
+        self._readers = [AnswerReader.of(fields, facts) for _ in self.choices]
+        self._num_calls = [0] * len(self.choices)  # sent in chunks
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
         return self._choice(choice, {"role": "assistant", "content": ""})
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
-        """New text, with its log-probabilities; tool calls come in the chunk before the one with finish_reason."""
-        watch = self._watches[piece.choice]
-        text, parsed, reason = watch.passed(piece), None, piece.finish_reason
-        if reason is not None:
-            parsed = watch.calls(choice)
-            text += "" if parsed else watch.held_back(choice)
-        if not (text or reason or piece.logprobs or (self.return_ids and piece.tokens)):
+        """New text, with its log-probabilities; tool calls never come in the chunk with finish_reason."""
+        reader: AnswerReader = self._readers[piece.choice]
+        reason: str | None = piece.finish_reason
+        parts = reader.feed(piece.text) + (reader.end(choice) if reason is not None else [])
+        text, thought = (joined(parts, kind) for kind in ("text", "thought"))
+        calls = []
+        for call in [part.call for part in parts if part.call is not None]:
+            index = self._num_calls[piece.choice]
+            calls.append({"index": index} | shown_call(call, self._call_prefix(choice), index))
+            self._num_calls[piece.choice] += 1
+        if self._num_calls[piece.choice] and reason == "stop":
+            reason = "tool_calls"
+        if not (parts or reason or piece.logprobs or (self.return_ids and piece.tokens)):
             return []
-        delta: dict[str, Any] = {"content": text} if text or not reason else {}
-        if parsed is not None:
-            delta["tool_calls"] = shown_calls(parsed, self._call_prefix(choice), numbered=True)
-        part = self._choice(choice, delta, None if parsed else reason)
+        delta: dict[str, Any] = {"content": text} if text or not (reason or thought) else {}
+        delta |= thought_fields(thought)
+        if calls:
+            delta["tool_calls"] = calls
+        part = self._choice(choice, delta, None if calls else reason)
         part["logprobs"] = None if piece.logprobs is None else self._logprobs(piece.logprobs)
         if self.return_ids:
             part["token_ids"] = list(piece.tokens)
-        if parsed is None:
-            return [part]
-        return [part, self._choice(choice, {}, "tool_calls" if reason == "stop" else reason)]
+        return [part, self._choice(choice, {}, reason)] if calls and reason is not None else [part]
 
     def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
         return self._choice(choice, {"content": ""})
@@ -256,9 +396,12 @@ class ChatWriter(AnswerWriter):
             "finish_reason": choice.finish_reason,
             "logprobs": self._logprobs([entry for entries in logprobs for entry in entries]) if logprobs else None,
         }
-        if (parsed := self._watches[choice.job.choice].calls(choice)) is not None:
-            calls = shown_calls(parsed, self._call_prefix(choice), numbered=False)
-            shown["message"] |= {"content": parsed.content or None, "tool_calls": calls}
+        message = self._readers[choice.job.choice].message(choice)
+        is_silent = not message.text and (message.thought or message.calls)
+        shown["message"] |= {"content": None if is_silent else message.text} | thought_fields(message.thought)
+        if message.calls:
+            prefix = self._call_prefix(choice)
+            shown["message"]["tool_calls"] = [shown_call(c, prefix, i) for i, c in enumerate(message.calls)]
             shown["finish_reason"] = "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
         if self.return_ids:
             shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
@@ -294,7 +437,7 @@ class _CharacterCount:
         self.characters += len(self._decoder.decode(text))
 
 
-class CompletionWriter(AnswerWriter):
+class CompletionWriter(OpenAIWriter):
     """Writes text completions. prompts: each choice's prompt as text, to be echoed; empty for no echo."""
 
     prefix = "cmpl-"
