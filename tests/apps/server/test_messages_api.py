@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream import SpeculativeDecoder
-from slipstream.apps.server.answers import AnswerMessage, AnswerPart, AnswerReader
+from slipstream.apps.server.answers import AnswerMessage, AnswerPart, PartReader
 from slipstream.apps.server.messages_api import CountedFields, conversation
 from slipstream.tokenization.tokenizer import ToolCall
 from tests.support import tiny_models
@@ -36,11 +36,11 @@ PARTS = [
 
 def with_parts(patch: pytest.MonkeyPatch) -> None:
     """Make every answer one of thoughts, text and calls."""
-    patch.setattr(AnswerReader, "feed", lambda reader, text: [])
-    patch.setattr(AnswerReader, "end", lambda reader, choice: list(PARTS))
+    patch.setattr(PartReader, "feed", lambda reader, piece: [])
+    patch.setattr(PartReader, "end", lambda reader, choice: list(PARTS))
     calls = tuple(part.call for part in PARTS if part.call is not None)
     message = AnswerMessage("Let me think.", "I look.", calls)
-    patch.setattr(AnswerReader, "message", lambda reader, choice: message)
+    patch.setattr(PartReader, "message", lambda reader, choice: message)
 
 
 @pytest.fixture(scope="module")

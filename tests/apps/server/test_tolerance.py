@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 
 def loaded(template: str) -> SpeculativeDecoder:
     inner = tiny_models.byte_tokenizer(TEMPLATES[template])
-    model = tiny_models.fresh("llama", vocab_size=len(inner), max_position_embeddings=4096)
+    model = tiny_models.fresh("llama", vocab_size=len(inner), max_position_embeddings=4096, eos_token_id=1)
     return SpeculativeDecoder(model, tokenizer=inner, drafter="none")
 
 

@@ -224,7 +224,7 @@ class AnswerMessage:
     calls: tuple[ToolCall, ...]
 
 
-class AnswerReader:
+class PartReader:
     """Separates the text of one choice into its parts.
 
     tools: offered by the request; without any, all is text. several: an answer may have more than one call; if false,
@@ -240,15 +240,16 @@ class AnswerReader:
         self._tools, self._several, self._passed = tools, several, 0
 
     @classmethod
-    def of(cls, fields: SamplingFields, facts: ModelFacts) -> AnswerReader:
-        """The reader of a request's answer."""
+    def of(cls, fields: SamplingFields, facts: ModelFacts) -> PartReader:
+        """The reader of a choice of a request."""
         if not isinstance(fields, ChatFields) or fields.tool_choice == "none":
             return cls(facts.tokenizer, ())
         tools = [tool for tool in fields.tools or () if isinstance(tool.get("function"), dict)]
         return cls(facts.tokenizer, tools, several=fields.parallel_tool_calls is not False)
 
-    def feed(self, text: str) -> list[AnswerPart]:
-        """The parts that new text completes."""
+    def feed(self, piece: Piece) -> list[AnswerPart]:
+        """The parts that a piece of the answer completes."""
+        text = piece.text
         if self._before is not None:
             text = "" if self._before.found else self._before.push(text)
             self._passed += len(text)
@@ -284,7 +285,7 @@ class MessageWriter(AnswerWriter):
 
     def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
         super().__init__(live, fields, facts)
-        self.reader = AnswerReader.of(fields, facts)
+        self.reader = PartReader.of(fields, facts)
         self.has_begun = False
 
     @property
@@ -298,7 +299,7 @@ class MessageWriter(AnswerWriter):
             self.has_begun = True
             items += self.begin()
         if piece is not None:
-            parts = self.reader.feed(piece.text)
+            parts = self.reader.feed(piece)
             if piece.finish_reason is not None:
                 parts += self.reader.end(self.choice)
             for part in parts:
@@ -354,7 +355,7 @@ class ChatWriter(OpenAIWriter):
 
     def __init__(self, live: LiveRequest, fields: ChatFields, facts: ModelFacts) -> None:
         super().__init__(live, fields, facts)
-        self._readers = [AnswerReader.of(fields, facts) for _ in self.choices]
+        self._readers = [PartReader.of(fields, facts) for _ in self.choices]
         self._num_calls = [0] * len(self.choices)  # sent in chunks
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
@@ -362,9 +363,9 @@ class ChatWriter(OpenAIWriter):
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
         """New text, with its log-probabilities; tool calls never come in the chunk with finish_reason."""
-        reader: AnswerReader = self._readers[piece.choice]
+        reader: PartReader = self._readers[piece.choice]
         reason: str | None = piece.finish_reason
-        parts = reader.feed(piece.text) + (reader.end(choice) if reason is not None else [])
+        parts = reader.feed(piece) + (reader.end(choice) if reason is not None else [])
         text, thought = (joined(parts, kind) for kind in ("text", "thought"))
         calls = []
         for call in [part.call for part in parts if part.call is not None]:
