@@ -133,7 +133,7 @@ NO_TEXT = "a string, or text parts"
         (CHAT, {"prompt": "x"}, "prompt", "prompt is not a field of this endpoint; allowed: on /v1/completions"),
         (CHAT, {"grammar": "start: x"}, "grammar", "asked for with response_format or structured_outputs"),
         (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "JSON is written without whitespace"),
-        (CHAT, {"thinking": {"type": "enabled"}}, "thinking", "reasoning_effort or chat_template_kwargs"),
+        (CHAT, {"thinking": {"type": "enabled"}}, "thinking", "this model has no chat template"),
         (TEXT, {"suffix": "end"}, "suffix", "filling in the middle is not supported"),
         (CHAT, {"documents": [{"text": "x"}]}, "documents", "put them into a message"),
         (CHAT, said(function_call={"name": "f"}), "messages.0.function_call", "use tool_calls"),

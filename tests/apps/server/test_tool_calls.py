@@ -331,7 +331,7 @@ def test_fields_that_the_template_reads_reach_it(caplog: pytest.LogCaptureFixtur
     inner = tiny_models.tokenizer(list("0123456789"), READING)
     model = tiny_models.fresh("llama", vocab_size=len(inner))
     with running_server(
-        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny"
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny", strict=True
     ) as server:
 
         def prompt(**fields: Any) -> list[int]:

@@ -77,7 +77,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if isinstance(self.served_model_name, str):  # as settings in files may have it
-            object.__setattr__(self, "served_model_name", (self.served_model_name,))
+            object.__setattr__(self, "served_model_name", (self.served_model_name,) * bool(self.served_model_name))
         for name, low, high in (
             ("port", 0, 65535),
             ("max_model_len", 0, 1 << 24),
