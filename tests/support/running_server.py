@@ -121,7 +121,9 @@ class PromptServer(Server):
 def running_server(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any) -> Iterator[RunningServer]:
     """A server of the toy, or of the decoder that `load` returns; it is shut down at the end."""
     ready = threading.Event()
-    server = PromptServer(ServerSettings(**{"port": 0} | settings), load, lambda server: ready.set())
+    server = PromptServer(
+        ServerSettings(**{"port": 0, "max_model_len": 4096} | settings), load, lambda server: ready.set()
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -133,6 +133,18 @@ def tokenizer(extra: Sequence[str] = (), template: str | None = CHAT_TEMPLATE) -
     return hf_tokenizer
 
 
+def byte_tokenizer(template: str | None) -> Any:
+    """One token per byte, so that every text comes back whole; <eos> is special."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate((*SPECIALS, *letters))}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    hf_tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    hf_tokenizer.chat_template = template
+    return hf_tokenizer
+
+
 class HashBackend:
     """Its logits hash all cached tokens of the prefix, so any wrong cached token shows."""
 

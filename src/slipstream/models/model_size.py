@@ -32,6 +32,19 @@ def num_weights_read(config: Any) -> int | None:
     return layers * layer + width * vocabulary
 
 
+def cached_bytes(config: Any) -> int | None:
+    """About how many bytes a token's keys and values take in a KV cache. None for configurations that do not say.
+
+    config: of the text model.
+    """
+    layers, width, heads = (_size(config, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    if layers is None or width is None or heads is None:
+        return None
+    head_size = _size(config, "head_dim") or width // heads
+    size = getattr(getattr(config, "dtype", None), "itemsize", 4)
+    return 2 * layers * (_size(config, "num_key_value_heads") or heads) * head_size * size
+
+
 def larger(target: int | None, draft: int | None) -> str:
     """How a draft model compares with its target in weights, if it is no smaller; else, and if unknown, empty."""
     if target is None or draft is None or draft < target:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.apps.server import answers
-from slipstream.apps.server.answers import DONE, KEEP_ALIVE
+from slipstream.apps.server.answers import DONE, KEEP_ALIVE, encoded, event
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started, notify_all
 from slipstream.apps.server.streaming import MAX_JOINED_EVENTS, AnswerStream, run_until_blocked
@@ -23,6 +23,14 @@ from tests.support.running_server import PATIENCE, running_server
 
 class Times:
     """Writes the time of each event; nothing for times below zero, as for tokens whose text is withheld."""
+
+    media_type, ending, headers = "text/event-stream", DONE, dict[str, str]()
+
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(encoded(error.body()))
 
     def take(self, event: Event) -> list[dict[str, Any]]:
         return [{"at": event.time}] if event.time >= 0 else []  # type: ignore[union-attr]

@@ -11,6 +11,8 @@ import openai
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.apps.server.answers import AnswerMessage, AnswerPart, PartReader
+from slipstream.tokenization.tokenizer import ToolCall
 from tests.support import tiny_models
 from tests.support.markers import subcases
 from tests.support.running_server import RunningServer, running_server
@@ -165,9 +167,11 @@ def test_the_refusal_of_a_long_prompt_names_the_context_length(ask: Any) -> None
 
 
 def test_a_request_for_another_model_is_not_found(ask: Any, server: RunningServer) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        ask(model="gpt-5")
-    assert caught.value.code == "model_not_found"
+    assert ask(model="gpt-5", max_tokens=1).model == "tiny"  # unless the server is strict, every name is answered
+    with running_server(strict=True) as strict, strict.openai() as client:
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.completions.create(model="gpt-5", prompt="x", max_tokens=1)
+        assert caught.value.code == "model_not_found"
     with server.openai() as client:
         assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
         with pytest.raises(openai.NotFoundError):
@@ -177,8 +181,8 @@ def test_a_request_for_another_model_is_not_found(ask: Any, server: RunningServe
 def test_fields_without_effect_are_counted(ask: Any, server: RunningServer) -> None:
     def count() -> float:
         lines = server.http.get("/metrics").text.splitlines()
-        (line,) = [line for line in lines if line.startswith("slipstream:unknown_fields_total{")]
-        return float(line.rpartition(" ")[2])
+        counted = [line for line in lines if line.startswith("slipstream:ignored_fields_total{")]
+        return sum(float(line.rpartition(" ")[2]) for line in counted)
 
     before = count()
     ask(max_tokens=1, user="u", store=False, extra_body={"no_such_field": 1, "priority": 3})
@@ -293,3 +297,21 @@ def test_special_tokens_in_texts_are_refused_if_the_server_is_set_to() -> None:
         body = {"messages": [message | {"content": INJECTED}], "max_tokens": 1, "return_token_ids": True}
         ids = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["prompt_token_ids"]
         assert inner.eos_token_id in ids
+
+
+def test_thoughts_have_two_names_and_calls_count_up(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    thought, text = AnswerPart("thought", "hm"), AnswerPart("text", "so")
+    calls = [AnswerPart("call", call=ToolCall("look", arguments)) for arguments in ("{}", '{"x": 1}')]
+    fed = iter([[thought], [text, calls[0]]])
+    monkeypatch.setattr(PartReader, "feed", lambda reader, piece: next(fed, []))
+    monkeypatch.setattr(PartReader, "end", lambda reader, choice: calls[1:])
+    message = AnswerMessage("hm", "", tuple(part.call for part in calls if part.call is not None))
+    monkeypatch.setattr(PartReader, "message", lambda reader, choice: message)
+    body = {"messages": ASKED, "max_tokens": 9, "num_draft_tokens": 0, "ignore_eos": True}
+    deltas = [chunk["choices"][0]["delta"] for chunk in server.chunks("/v1/chat/completions", body)]
+    assert {"reasoning_content": "hm", "reasoning": "hm"} in deltas
+    sent = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["index"] for call in sent] == [0, 1] and sent[0]["id"] != sent[1]["id"]
+    whole = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert whole["content"] is None and whole["reasoning_content"] == whole["reasoning"] == "hm"
+    assert [call["function"]["arguments"] for call in whole["tool_calls"]] == ["{}", '{"x": 1}']

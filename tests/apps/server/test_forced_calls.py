@@ -11,8 +11,7 @@ import pytest
 
 from slipstream import SpeculativeDecoder
 from slipstream.apps.server.error_objects import ApiError
-from slipstream.apps.server.request_reading import rendered_chat
-from slipstream.apps.server.request_rows import answer_constraint
+from slipstream.apps.server.request_reading import Reading, rendered_chat
 from slipstream.apps.server.schemas import ChatFields
 from slipstream.tokenization.answer_parser import AnswerParser
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
@@ -153,13 +152,11 @@ def test_unsupported_call_forms_are_not_forced(name: str) -> None:
     assert HFTokenizer(tokenizer(*OTHERS[name])).call_text() is None
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "look"}}])
-def test_tools_that_the_template_does_not_read_are_refused_with_what_works(choice: Any) -> None:
+def test_a_strict_server_refuses_tools_that_the_template_does_not_read() -> None:
     offered, reader = [{"type": "function", "function": {"name": "look"}}], HFTokenizer(tiny_models.tokenizer())
-    fields = ChatFields.model_validate({"messages": ASKED, "tools": offered, "tool_choice": choice})
+    fields = ChatFields.model_validate({"messages": ASKED, "tools": offered})
     with pytest.raises(ApiError, match=r"tools: this chat template does not read them; .*; response_format") as refusal:
-        rendered_chat(fields, reader)
-        answer_constraint(fields, reader)
+        rendered_chat(fields, reader, Reading(strict=True))
     assert refusal.value.param == "tools"
 
 

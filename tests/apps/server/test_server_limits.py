@@ -104,7 +104,7 @@ def test_a_request_that_waits_too_long_is_refused(gate: Gate) -> None:
     with one_at_a_time(gate) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
         # the first request no longer waits
-        server.service.settings = replace(server.service.settings, queue_timeout=0.05)
+        server.service.limits = replace(server.service.limits, queue_timeout=0.05)
         answer = server.complete()
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_timeout"
         assert answer.headers["retry-after"]

@@ -15,7 +15,7 @@ from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import ChatWriter
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Committed, Job, LiveRequest
-from slipstream.apps.server.request_reading import rendered_chat
+from slipstream.apps.server.request_reading import Reading, rendered_chat
 from slipstream.apps.server.schemas import ChatFields, MessageFields
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
@@ -37,6 +37,8 @@ EXTRA = '<>_{}"/1[]'
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
 
+STRICT = Reading(strict=True)
+
 
 def tokenizer() -> Any:
     return tiny_models.tokenizer(list(EXTRA), TEMPLATE)
@@ -47,7 +49,7 @@ def server() -> Iterator[RunningServer]:
     inner = tokenizer()
     model = tiny_models.fresh("llama", vocab_size=len(inner))
     with running_server(
-        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", acceptance="match")
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", acceptance="match"), strict=True
     ) as running:
         yield running
 
@@ -244,10 +246,10 @@ CALLED = {"id": "c", "type": "function", "function": {"name": "add", "arguments"
 def test_fields_that_need_a_chat_template_are_refused_without_one(fields: dict[str, Any], param: str) -> None:
     asked = {"messages": [{"role": "user", "content": "hi"}]} | fields
     with pytest.raises(ApiError, match="no chat template") as refusal:
-        rendered_chat(ChatFields.model_validate(asked), ToyTokenizer())
+        rendered_chat(ChatFields.model_validate(asked), ToyTokenizer(), STRICT)
     assert refusal.value.status == 400 and refusal.value.param == param
     if param != "reasoning_effort":  # this template does not read it
-        rendered_chat(ChatFields.model_validate(asked | {"chat_template_kwargs": {}}), HFTokenizer(tokenizer()))
+        rendered_chat(ChatFields.model_validate(asked | {"chat_template_kwargs": {}}), HFTokenizer(tokenizer()), STRICT)
 
 
 class Opening(ToyTokenizer):
@@ -263,9 +265,9 @@ class Opening(ToyTokenizer):
 def test_special_tokens_are_added_to_texts_but_not_to_templated_chats() -> None:
     asked = [MessageFields(role="user", content="hi")]
     with pytest.raises(ApiError, match="add_special_tokens=true; allowed: false"):
-        rendered_chat(ChatFields(messages=asked, add_special_tokens=True), HFTokenizer(tokenizer()))
+        rendered_chat(ChatFields(messages=asked, add_special_tokens=True), HFTokenizer(tokenizer()), STRICT)
     encoded = [
-        rendered_chat(ChatFields(messages=asked, add_special_tokens=add_special), Opening()).ids
+        rendered_chat(ChatFields(messages=asked, add_special_tokens=add_special), Opening(), STRICT).ids
         for add_special in (None, False)
     ]
     assert encoded == [[256, *b"hi"], [*b"hi"]]
@@ -296,7 +298,7 @@ for _ in range(100_000):  # deep enough for Python 3.13, which allows more nesti
 def test_lone_surrogates_and_excessive_nesting_are_refused_by_name(fields: dict[str, Any], place: str) -> None:
     asked = ChatFields.model_validate({"messages": [{"role": "user", "content": "hi"}]} | fields)
     with pytest.raises(ApiError, match=f"^{place} (has a lone surrogate|is nested too deep); allowed: ") as refusal:
-        rendered_chat(asked, HFTokenizer(tokenizer()))
+        rendered_chat(asked, HFTokenizer(tokenizer()), STRICT)
     assert refusal.value.status == 400 and refusal.value.param == place
 
 
@@ -331,10 +333,12 @@ ANSWERED: Any = {"role": "assistant", "content": "ho"}
 def test_fields_that_the_template_does_not_read_are_refused(fields: dict[str, Any], param: str) -> None:
     asked = ChatFields.model_validate({"messages": [HI]} | fields)
     with pytest.raises(ApiError, match="this chat template does not read") as refusal:
-        rendered_chat(asked, HFTokenizer(tiny_models.tokenizer()))
+        rendered_chat(asked, HFTokenizer(tiny_models.tokenizer()), STRICT)
     assert refusal.value.status == 400 and refusal.value.param == param
     for shown in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "required"}, {}):
-        rendered_chat(ChatFields.model_validate({"messages": [HI]} | shown), HFTokenizer(tiny_models.tokenizer()))
+        rendered_chat(
+            ChatFields.model_validate({"messages": [HI]} | shown), HFTokenizer(tiny_models.tokenizer()), STRICT
+        )
 
 
 READING = (
@@ -347,7 +351,7 @@ def test_fields_that_the_template_reads_reach_it(caplog: pytest.LogCaptureFixtur
     inner = tiny_models.tokenizer(list("0123456789"), READING)
     model = tiny_models.fresh("llama", vocab_size=len(inner))
     with running_server(
-        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny"
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny", strict=True
     ) as server:
 
         def prompt(**fields: Any) -> list[int]:

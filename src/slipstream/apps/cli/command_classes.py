@@ -18,7 +18,7 @@ WIDTH = 100  # columns of help, at most
 MAX_NAME_COLUMNS = 30  # of an option and its value; with more, its help begins on the next line
 NARROW, MAX_NARROW_NAME_COLUMNS = 76, 22  # the same on terminals with fewer columns than NARROW
 COMMANDS = {
-    "Generate text": ("generate", "chat", "serve", "batch"),
+    "Generate text": ("generate", "chat", "serve", "launch", "batch"),
     "Check": ("demo", "compare", "verify", "models", "doctor"),
     "Measure": ("bench", "sweep", "tune", "simulate", "report"),
     "Train": ("train",),

@@ -142,6 +142,11 @@ COMPLETIONS = {
     "device": _completes(lambda: ("auto", "cpu", "cuda")),
 }
 
+
+def _same(value: Any) -> Any:
+    return value
+
+
 WRITTEN = {
     "drafter": Written(str, str, "NAME"),
     "acceptance": Written(str, str, "RULE"),
@@ -160,11 +165,13 @@ WRITTEN = {
     "trusted_proxy": Written(list[str], tuple, "ADDRESS"),
     "host": Written(str, str, "ADDRESS"),
     "api_key_file": Written(str, str, "FILE"),
-    "served_model_name": Written(str, str, "NAME"),
+    "served_model_name": Written(list[str], tuple, "NAME"),
+    **dict.fromkeys(("max_model_len", "default_max_tokens", "max_queued_tokens"), Written(int | None, _same, "N")),
+    **dict.fromkeys(("queue_timeout", "request_timeout"), Written(float | None, _same, "NUMBER")),
     "ray": Written(str, str, "ADDRESS"),
     "ray_actors": Written(str, str, "N|MIN-MAX"),
-    "seed": Written(int | None, lambda value: value, "N"),
-    "logprobs": Written(int | None, lambda value: value, "K"),
+    "seed": Written(int | None, _same, "N"),
+    "logprobs": Written(int | None, _same, "K"),
     "prediction": Written(str | None, _prediction, "FILE", "; a file of UTF-8 text"),
 }
 HELP_ALL = "help_all"

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.apps.server.error_objects import ApiError, shortened
-from slipstream.apps.server.server_settings import ServerSettings, is_address
+from slipstream.apps.server.server_settings import REQUEST_SECONDS, ServerSettings, is_address
 from slipstream.checks import why_unreadable
 from slipstream.errors import UsageError
 
@@ -147,7 +147,7 @@ class Access:
             state["caller"] = state["owner"] or state["client"]
         except ApiError as error:
             state["refusal"] = error.message
-            response = error.response()
+            response = error.response(scope["path"])
             # without these headers the browser would hide the answer from the page
             for origin in filter(self._is_listed, _headers(scope, b"origin")):
                 response.headers.update({"access-control-allow-origin": origin, "vary": "Origin"})
@@ -158,7 +158,7 @@ class Access:
     def _bounded_receive(self, receive: Receive) -> Receive:
         """A `receive` that raises if a body is too large or does not arrive in time."""
         size, ended = 0, False
-        deadline = asyncio.get_running_loop().time() + self._settings.request_timeout
+        deadline = asyncio.get_running_loop().time() + (self._settings.request_timeout or REQUEST_SECONDS)
 
         async def receiving() -> Message:
             nonlocal size, ended
@@ -216,12 +216,13 @@ class Access:
         keys = self._keys.keys()
         if not keys.digests or is_page or path in OPEN or self._is_allowed_preflight(scope):
             return ""
-        headers = _headers(scope, b"authorization")
-        kind, _, key = (headers[0] if len(headers) == 1 else "").partition(" ")
-        owner = keys.owner(key.strip()) if kind.lower() == "bearer" else None
+        bearers, sent = _headers(scope, b"authorization"), _headers(scope, b"x-api-key")
+        kind, _, key = (bearers[0] if len(bearers) == 1 else "").partition(" ")
+        candidates = [key] * (kind.lower() == "bearer") + sent * (len(sent) == 1)  # some clients send both
+        owner = next((owner for key in candidates if (owner := keys.owner(key.strip())) is not None), None)
         if owner is None:
-            why = "no valid API key; send 'Authorization: Bearer KEY' (of NAME:KEY, only the part after the colon)"
-            raise ApiError(401, why, code="invalid_api_key")
+            why = "no valid API key; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise ApiError(401, f"{why} (of NAME:KEY, only the part after the colon)", code="invalid_api_key")
         return owner
 
     def _is_allowed_preflight(self, scope: Scope) -> bool:

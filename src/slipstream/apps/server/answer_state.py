@@ -117,8 +117,8 @@ class ModelFacts:
 
     @classmethod
     def of(cls, decoder: SpeculativeDecoder, name: str) -> ModelFacts:
-        """The facts of a decoder. name: under which it is served, "" for the target's own name."""
-        name = name or decoder.target.name
+        """The facts of a decoder. name: under which it is served, "" for the target's own, without its folders."""
+        name = name or without_folders(decoder.target.name)
         if not name.isprintable():  # JSON cannot hold the bytes of a path that are not UTF-8
             raise UsageError(
                 f"the model's name is {name!r:.80}; allowed: printable characters, see --served-model-name"
@@ -207,15 +207,17 @@ def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
     } | ({"completion_tokens_details": details} if details else {})
 
 
-def speculative_decoding(rounds: Sequence[Round]) -> dict[str, Any]:
+def speculative_decoding(rounds: Sequence[Round], *, is_detailed: bool) -> dict[str, Any]:
     """Acceptance of an answer in the form that AIPerf reads, where a round is a step.
 
     The histogram counts rounds by accepted draft tokens. Tokens that a constraint forced are left out, as everywhere.
+    is_detailed: with the counts of every round.
     """
     unforced = [round.without_forced for round in rounds]
     accepted = [round.num_accepted_tokens for round in unforced]
     histogram = [accepted.count(n) for n in range(max(accepted, default=0) + 1)]
     stats = Stats.of(rounds)
+    steps = {"per_step_accepted": accepted, "per_step_drafted": [round.num_draft_tokens for round in unforced]}
     return {
         "mean_acceptance_length": 1 + sum(accepted) / len(rounds) if rounds else 0.0,
         "draft_acceptance_rate": stats.acceptance_rate or 0.0,
@@ -223,9 +225,7 @@ def speculative_decoding(rounds: Sequence[Round]) -> dict[str, Any]:
         "num_accepted_draft_tokens": stats.num_accepted_tokens,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_spec_steps": len(rounds),
-        "per_step_accepted": accepted,
-        "per_step_drafted": [round.num_draft_tokens for round in unforced],
-    }
+    } | (steps if is_detailed else {})
 
 
 def timings(choice: ChoiceState) -> dict[str, Any]:

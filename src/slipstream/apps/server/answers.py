@@ -1,4 +1,4 @@
-"""Answers as OpenAI's chat and completion objects: whole, or in chunks as server-sent events; with their tool calls."""
+"""Writers of answers, whole or streamed; those of OpenAI's chat and completion objects."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic_core import to_json
@@ -20,6 +21,7 @@ from slipstream.apps.server.answer_state import (
     timings,
     usage,
 )
+from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Event, LiveRequest
 from slipstream.apps.server.schemas import ChatFields, CompletionFields, SamplingFields, StreamOptions
 from slipstream.core.rounds import TokenLogprobs
@@ -29,7 +31,7 @@ from slipstream.tokenization.answer_parser import AnswerPiece
 from slipstream.tokenization.tokenizer import ToolCall
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": still here\n\n"  # a comment, which clients skip; proxies cut silent connections
+KEEP_ALIVE = b": still here\n\n"
 SILENCE_SECONDS = 15.0  # after which such a comment is sent
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 encoded = to_json  # JSON without spaces, three times faster than Python's `json.dumps`
@@ -41,18 +43,73 @@ def event(data: bytes) -> bytes:
 
 
 class AnswerWriter(ABC):
-    """Turns a request's events into its answer, whole or in chunks; subclasses know the form of each endpoint."""
+    """Turns a request's events into its answer, whole or as the items of a stream."""
 
-    prefix: ClassVar[str]
-    whole_kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
+    media_type: ClassVar[str] = "text/event-stream"
+    ending: ClassVar[bytes] = b""  # of a stream
 
     def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
         self.live, self.facts = live, facts
         self.choices = [ChoiceState(job, facts.lossless) for job in live.jobs]
+        self.shows_rounds = bool(fields.slipstream is not None and fields.slipstream.rounds)
+
+    def note(self, event: Event) -> None:
+        """Handle an event of an answer that is sent whole."""
+        self.choices[event.choice].take(event)
+
+    async def collect(self) -> dict[str, Any]:
+        await self.live.read_all(self.note)
+        return self.whole()
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The whole answer, once all choices have ended."""
+
+    @abstractmethod
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        """The items that an event adds to the stream."""
+
+    @abstractmethod
+    def sent(self, item: dict[str, Any]) -> bytes:
+        """An item as it is sent."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """The end of a stream that has failed."""
+
+    def closing(self) -> dict[str, Any] | None:
+        """The item after the last event, if there is one."""
+        return None
+
+    def keep_alive(self) -> bytes:
+        """A sign of life for clients and proxies, which cut silent connections: a comment, which clients skip."""
+        return KEEP_ALIVE
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer besides those that all have."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """The statistics of drafts; None for several texts, of which no client could tell the shares."""
+        drafting = None
+        if len(self.choices) == 1:
+            drafting = speculative_decoding(self.choices[0].rounds, is_detailed=self.shows_rounds)
+        return {"metrics": {"speculative_decoding": drafting}}
+
+
+class OpenAIWriter(AnswerWriter):
+    """Writes answers of OpenAI's chat and completions endpoints; subclasses know the form of each."""
+
+    prefix: ClassVar[str]
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    ending = DONE
+
+    def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
+        super().__init__(live, fields, facts)
         self._n = fields.n or 1
         self._options = fields.stream_options or StreamOptions()
-        self._shows_rounds = fields.slipstream is not None and fields.slipstream.rounds
         self._started: set[int] = set()
         self._created = int(time.time())
         self._head = {
@@ -64,6 +121,9 @@ class AnswerWriter(ABC):
         self._begin = b"data: %b," % encoded(self._head | {"object": self.chunk_kind})[:-1]
         self.return_ids = bool(fields.return_token_ids)
         self.ids_as_text = bool(fields.return_tokens_as_token_ids)
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(encoded(error.body()))
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
         """The part of a chunk that opens a choice, before its first token; None if this form has none."""
@@ -77,20 +137,10 @@ class AnswerWriter(ABC):
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         """A finished choice as an object of a whole answer."""
 
-    def note(self, event: Event) -> None:
-        """Handle an event of an answer that is sent whole."""
-        self.choices[event.choice].take(event)
-
-    async def collect(self) -> dict[str, Any]:
-        await self.live.read_all(self.note)
-        return self.whole()
-
-    def sent(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk as a server-sent event, with the fields that all chunks share."""
-        return b"%b%b\n\n" % (self._begin, encoded(chunk)[1:])
+    def sent(self, item: dict[str, Any]) -> bytes:
+        return b"%b%b\n\n" % (self._begin, encoded(item)[1:])  # with the fields that all chunks share
 
     def take(self, event: Event) -> list[dict[str, Any]]:
-        """The chunks for an event, without the fields that all chunks share."""
         choice = self.choices[event.choice]
         piece = choice.take(event)
         parts: list[dict[str, Any]] = []
@@ -100,7 +150,7 @@ class AnswerWriter(ABC):
             parts += [] if opening is None else [opening]
         if piece is not None:
             new = self.parts(choice, piece)
-            if self._shows_rounds or piece.finish_reason is not None:
+            if self.shows_rounds or piece.finish_reason is not None:
                 return self._with_reports(choice, piece, parts, new)
             parts += new
         return [self._chunk(part) for part in parts]
@@ -109,7 +159,7 @@ class AnswerWriter(ABC):
         self, choice: ChoiceState, piece: Piece, earlier: list[dict[str, Any]], new: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """The chunks of a piece, the last with reports on its round, on a finished choice, and on the answer."""
-        shows_round = self._shows_rounds and piece.round is not None
+        shows_round = self.shows_rounds and piece.round is not None
         if not new and shows_round:
             new = [self.empty_part(choice)]
         chunks = [self._chunk(part) for part in (*earlier, *new)]
@@ -118,10 +168,10 @@ class AnswerWriter(ABC):
         chunk = chunks[-1]
         if shows_round:
             chunk["slipstream"] = shown_round(piece, len(choice.rounds) - 1, self.facts)
-        if self._shows_rounds and piece.finish_reason is not None:
+        if self.shows_rounds and piece.finish_reason is not None:
             chunk["slipstream"] = chunk.get("slipstream", {}) | {"receipt": receipt(choice, self.facts)}
         if all(other.finish_reason is not None for other in self.choices):
-            chunk |= self._report()
+            chunk |= self.report()
         return chunks
 
     @abstractmethod
@@ -129,22 +179,20 @@ class AnswerWriter(ABC):
         """A choice's part of a chunk without new text."""
 
     def closing(self) -> dict[str, Any] | None:
-        """The chunk after the last, with the usage of the whole request, if requested."""
         return {"choices": [], "usage": usage(self.choices, self._n)} if self._options.include_usage else None
 
     def whole(self) -> dict[str, Any]:
         answer: dict[str, Any] = self._head | {"object": self.whole_kind}
         answer["choices"] = [self.whole_choice(choice) for choice in self.choices]
         answer["usage"] = usage(self.choices, self._n)
-        answer |= self._report()
-        if self._shows_rounds:
+        answer |= self.report()
+        if self.shows_rounds:
             receipts = [receipt(choice, self.facts) for choice in self.choices]
             answer["slipstream"] = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
         return answer
 
-    def _report(self) -> dict[str, Any]:
-        rounds = [round for choice in self.choices for round in choice.rounds]
-        return {"metrics": {"speculative_decoding": speculative_decoding(rounds)}, "timings": timings(self.choices[0])}
+    def report(self) -> dict[str, Any]:
+        return super().report() | {"timings": timings(self.choices[0])}
 
     def _chunk(self, part: dict[str, Any]) -> dict[str, Any]:
         chunk: dict[str, Any] = {"choices": [part]}
@@ -159,16 +207,124 @@ class AnswerWriter(ABC):
         return f"token_id:{token}" if self.ids_as_text else self.facts.token_text(token)
 
 
-def shown_call(call: ToolCall, identifier: str, index: int | None = None) -> dict[str, Any]:
-    """A call as OpenAI's object. index: that chunks of a stream have; None for a whole answer."""
-    return ({} if index is None else {"index": index}) | {
-        "id": call.id or identifier,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+@dataclass(frozen=True)
+class AnswerMessage:
+    """A finished answer."""
+
+    thought: str
+    text: str
+    calls: tuple[ToolCall, ...]
 
 
-class ChatWriter(AnswerWriter):
+class PartReader:
+    """Separates one choice into its parts. Without tools and thoughts, all is text."""
+
+    def __init__(self, choice: ChoiceState, fields: SamplingFields, facts: ModelFacts) -> None:
+        tools: list[dict[str, Any]] = []
+        if isinstance(fields, ChatFields) and fields.tool_choice != "none":
+            tools = [tool for tool in fields.tools or () if isinstance(tool.get("function"), dict)]
+        tokenizer = answer_tokenizer(facts.tokenizer, tools) if isinstance(fields, ChatFields) else None
+        stops = params_of(choice.job.row).stop_strings
+        self._reader = None if tokenizer is None else AnswerReader(tokenizer, choice.prompt, tools, stops)
+        self._choice, self._num_calls = choice, 0
+        self._several = not isinstance(fields, ChatFields) or fields.parallel_tool_calls is not False
+
+    def feed(self, piece: Piece) -> list[AnswerPiece]:
+        """The parts that a piece of the answer completes."""
+        if self._reader is None:
+            return [AnswerPiece("text", piece.text, piece.text)] if piece.text else []
+        return self._parts(self._reader, self._reader.push(piece.tokens))
+
+    def end(self) -> list[AnswerPiece]:
+        """The remaining parts of a finished choice."""
+        return [] if self._reader is None else self._parts(self._reader, self._reader.end())
+
+    def message(self) -> AnswerMessage:
+        """A finished choice of which nothing was fed."""
+        if self._reader is None:
+            return AnswerMessage("", self._choice.text, ())
+        parts = self._parts(self._reader, self._reader.push(self._choice.token_ids)) + self.end()
+        calls = tuple(part.call for part in parts if part.call is not None)
+        return AnswerMessage(joined(parts, "thought"), joined(parts, "text"), calls)
+
+    def _parts(self, reader: AnswerReader, pieces: Sequence[AnswerPiece]) -> list[AnswerPiece]:
+        """The pieces that are shown: of several calls the first, if the request wants one."""
+        self._choice.thought_tokens = reader.num_thought_tokens
+        parts = []
+        for piece in pieces:
+            self._num_calls += piece.call is not None
+            if piece.text or (piece.call is not None and (self._several or self._num_calls == 1)):
+                parts.append(piece)
+        return parts
+
+
+class MessageWriter(AnswerWriter):
+    """Writes the one answer of a request as a message of thoughts, text and calls."""
+
+    def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
+        super().__init__(live, fields, facts)
+        self.reader = PartReader(self.choice, fields, facts)
+        self.has_begun = False
+
+    @property
+    def choice(self) -> ChoiceState:
+        return self.choices[0]
+
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        piece = self.choice.take(event)
+        items: list[dict[str, Any]] = []
+        if self.choice.started is not None and not self.has_begun:
+            self.has_begun = True
+            items += self.begin()
+        if piece is not None:
+            parts = self.reader.feed(piece)
+            if piece.finish_reason is not None:
+                parts += self.reader.end()
+            for part in parts:
+                items += self.part(part)
+            if piece.finish_reason is not None:
+                items += self.end()
+        return items
+
+    @abstractmethod
+    def begin(self) -> list[dict[str, Any]]:
+        """The items that begin a stream."""
+
+    @abstractmethod
+    def part(self, part: AnswerPiece) -> list[dict[str, Any]]:
+        """The items of a part."""
+
+    @abstractmethod
+    def end(self) -> list[dict[str, Any]]:
+        """The items that end a stream, after all parts."""
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        row, tokenizer = self.choice.job.row, self.facts.tokenizer
+        if self.choice.finish_reason != "stop" or tokenizer is None:
+            return None
+        rest = tokenizer.decode(self.choice.token_ids)[len(self.choice.text) :]
+        return next((text for text in params_of(row).stop_strings if rest.startswith(text)), None)
+
+
+def shown_call(call: ToolCall, prefix: str, index: int) -> dict[str, Any]:
+    """A call as OpenAI's object. prefix: of its id, unless the model gave it one; index: among those of its answer."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id or f"call_{prefix}_{index}", "type": "function", "function": function}
+
+
+def joined(parts: Sequence[AnswerPiece], kind: str) -> str:
+    """The text of the parts of a kind."""
+    return "".join(part.text for part in parts if part.kind == kind)
+
+
+def thought_fields(thought: str) -> dict[str, Any]:
+    """A thought under the two names that clients of chat completions read."""
+    return {"reasoning_content": thought, "reasoning": thought} if thought else {}
+
+
+class ChatWriter(OpenAIWriter):
     """Writes chat completions."""
 
     prefix = "chatcmpl-"
@@ -177,58 +333,36 @@ class ChatWriter(AnswerWriter):
 
     def __init__(self, live: LiveRequest, fields: ChatFields, facts: ModelFacts) -> None:
         super().__init__(live, fields, facts)
-        self._tools: Sequence[dict[str, Any]] = () if fields.tool_choice == "none" else fields.tools or ()
-        self._several = fields.parallel_tool_calls is not False
-        self._readers = [self._reader(choice) for choice in self.choices]
-        self._num_calls = [0 for _ in self.choices]
-
-    def _reader(self, choice: ChoiceState) -> AnswerReader | None:
-        """A reader of the choice's parts; None if all of it is text."""
-        tokenizer = answer_tokenizer(self.facts.tokenizer, self._tools)
-        stops = params_of(choice.job.row).stop_strings
-        return None if tokenizer is None else AnswerReader(tokenizer, choice.prompt, self._tools, stops)
+        self._readers = [PartReader(choice, fields, facts) for choice in self.choices]
+        self._num_calls = [0] * len(self.choices)  # sent in chunks
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
         return self._choice(choice, {"role": "assistant", "content": ""})
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
-        """New text, thoughts and calls, with log-probabilities; after the last calls, a part with finish_reason."""
-        reader, reason = self._readers[piece.choice], piece.finish_reason
-        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
-        if reader is not None:
-            pieces = reader.push(piece.tokens) + ([] if reason is None else reader.end())
-            choice.thought_tokens = reader.num_thought_tokens
-            delta = self._delta(choice, pieces, is_streamed=True)
-        if not (delta or reason or piece.logprobs or (self.return_ids and piece.tokens)):
+        """New text, with its log-probabilities; tool calls never come in the chunk with finish_reason."""
+        reader = self._readers[piece.choice]
+        reason: str | None = piece.finish_reason
+        parts = reader.feed(piece) + (reader.end() if reason is not None else [])
+        text, thought = (joined(parts, kind) for kind in ("text", "thought"))
+        calls = []
+        for call in [part.call for part in parts if part.call is not None]:
+            index = self._num_calls[piece.choice]
+            calls.append({"index": index} | shown_call(call, self._call_prefix(choice), index))
+            self._num_calls[piece.choice] += 1
+        if self._num_calls[piece.choice] and reason == "stop":
+            reason = "tool_calls"
+        if not (parts or reason or piece.logprobs or (self.return_ids and piece.tokens)):
             return []
-        calls = "tool_calls" in delta
-        part = self._choice(choice, delta if delta or reason else {"content": ""}, None if calls else reason)
+        delta: dict[str, Any] = {"content": text} if text or not (reason or thought) else {}
+        delta |= thought_fields(thought)
+        if calls:
+            delta["tool_calls"] = calls
+        part = self._choice(choice, delta, None if calls else reason)
         part["logprobs"] = None if piece.logprobs is None else self._logprobs(piece.logprobs)
         if self.return_ids:
             part["token_ids"] = list(piece.tokens)
-        if reason == "stop" and self._num_calls[piece.choice]:
-            part["finish_reason"] = None if calls else "tool_calls"
-        if reason is None or not calls:
-            return [part]
-        return [part, self._choice(choice, {}, "tool_calls" if reason == "stop" else reason)]
-
-    def _delta(self, choice: ChoiceState, pieces: Sequence[AnswerPiece], *, is_streamed: bool) -> dict[str, Any]:
-        """The fields of a message that pieces of an answer add. Thoughts have the two names that clients read."""
-        fields: dict[str, Any] = {}
-        for kind, names in (("text", ("content",)), ("thought", ("reasoning_content", "reasoning"))):
-            if text := "".join(piece.text for piece in pieces if piece.kind == kind):
-                fields |= dict.fromkeys(names, text)
-        calls = [piece.call for piece in pieces if piece.call is not None]
-        first = self._num_calls[choice.job.choice] if is_streamed else 0
-        calls = calls if self._several else calls[: 1 - first]
-        if calls:
-            prefix = f"call_{self.live.id[:12]}_{choice.job.choice}"
-            fields["tool_calls"] = [
-                shown_call(call, f"{prefix}_{index}", index if is_streamed else None)
-                for index, call in enumerate(calls, first)
-            ]
-            self._num_calls[choice.job.choice] = first + len(calls)
-        return fields
+        return [part, self._choice(choice, {}, reason)] if calls and reason is not None else [part]
 
     def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
         return self._choice(choice, {"content": ""})
@@ -241,14 +375,13 @@ class ChatWriter(AnswerWriter):
             "finish_reason": choice.finish_reason,
             "logprobs": self._logprobs([entry for entries in logprobs for entry in entries]) if logprobs else None,
         }
-        if (reader := self._reader(choice)) is not None:
-            pieces = reader.push(choice.token_ids) + reader.end()
-            choice.thought_tokens = reader.num_thought_tokens
-            shown["message"] |= {"content": None} | self._delta(choice, pieces, is_streamed=False)
-            if shown["message"].keys() == {"role", "content", "refusal"}:
-                shown["message"]["content"] = shown["message"]["content"] or ""
-            if "tool_calls" in shown["message"] and choice.finish_reason == "stop":
-                shown["finish_reason"] = "tool_calls"
+        message = self._readers[choice.job.choice].message()
+        is_silent = not message.text and (message.thought or message.calls)
+        shown["message"] |= {"content": None if is_silent else message.text} | thought_fields(message.thought)
+        if message.calls:
+            prefix = self._call_prefix(choice)
+            shown["message"]["tool_calls"] = [shown_call(c, prefix, i) for i, c in enumerate(message.calls)]
+            shown["finish_reason"] = "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
         if self.return_ids:
             shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
         return shown
@@ -280,7 +413,7 @@ class _CharacterCount:
         self.characters += len(self._decoder.decode(text))
 
 
-class CompletionWriter(AnswerWriter):
+class CompletionWriter(OpenAIWriter):
     """Writes text completions. prompts: each choice's prompt as text, to be echoed; empty for no echo."""
 
     prefix = "cmpl-"

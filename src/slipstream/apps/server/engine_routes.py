@@ -15,7 +15,6 @@ from slipstream.apps.server.answer_state import without_folders
 from slipstream.apps.server.answers import HEADERS, encoded, event
 from slipstream.apps.server.error_objects import refused, validation_error
 from slipstream.apps.server.openai_routes import service_of, until_gone
-from slipstream.apps.server.request_rows import check_model
 from slipstream.apps.server.schemas import (
     ChatFields,
     CompletionFields,
@@ -86,8 +85,8 @@ async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
     service = service_of(http)
     service.check_ready()
     again = _plain(fields)
-    check_model(service.facts.name, again.model)
-    service.count_unknown(fields)
+    service.check_model(again)
+    service.count_ignored(fields)
     live = service.enter(http.scope["path"], cast(str, http.state.owner), again.cache_salt, http.state.caller)
     try:
         writer = await until_gone(http, service.prepare(live, again))

@@ -1,4 +1,4 @@
-"""Every refusal and failure as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
+"""Every refusal and failure as the error object of its endpoint's API: OpenAI's, Anthropic's or Ollama's."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from slipstream.errors import UsageError, did_you_mean, first_line
 
 log = logging.getLogger("slipstream.server")
 
+OVERLOADED = 529  # Anthropic's status for 503
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -28,6 +29,16 @@ TYPES = {
     429: "rate_limit_exceeded",
     503: "overloaded_error",
 }
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    OVERLOADED: "overloaded_error",
+}
+MESSAGES, OLLAMA = "/v1/messages", "/api/"  # the beginnings of the paths with error objects of their own
 FIELDS = ChatFields.model_fields.keys() | CompletionFields.model_fields.keys()
 # a field and where in it the fault is, at the beginning of a refusal: messages.0.content
 ADDRESS = re.compile(r"([a-z][a-z_]*)(?:\.\w+)*(?=[=:]| (?:has|with|\d+)\b)")
@@ -38,15 +49,36 @@ RETRY_AFTER_SECONDS = 1  # that clients should wait before they try again
 class ApiError(Exception):
     """A request that cannot be answered.
 
-    status: the HTTP status; param: the field at fault; code: for programs.
+    status: the HTTP status; param: the field at fault; code: for programs. prompt_tokens, window: of a prompt that is
+    too long.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        prompt_tokens: int = 0,
+        window: int = 0,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.prompt_tokens, self.window = prompt_tokens, window
 
-    @property
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "", request_id: str = "") -> dict[str, Any]:
+        """The error object of an address. request_id: for those that name it."""
+        if path.startswith(OLLAMA):
+            return {"error": self.message}
+        if path.startswith(MESSAGES):
+            kind = ANTHROPIC_TYPES.get(
+                self.status_at(path), "invalid_request_error" if self.status < 500 else "api_error"
+            )
+            message = self.message
+            if self.prompt_tokens:  # in the words by which Claude Code knows that it must shorten the conversation
+                message = f"prompt is too long: {self.prompt_tokens} tokens > {self.window} maximum"
+            return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id or None}
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -58,8 +90,13 @@ class ApiError(Exception):
             return {"x-should-retry": "false"}  # it would take as long again
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def status_at(self, path: str) -> int:
+        """The HTTP status at an address."""
+        return OVERLOADED if self.status == 503 and path.startswith(MESSAGES) else self.status
+
+    def response(self, path: str, request_id: str = "") -> JSONResponse:
+        headers = self.headers | ({"request-id": request_id} if request_id else {})
+        return JSONResponse(self.body(path, request_id), self.status_at(path), headers)
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -85,7 +122,7 @@ def add_handlers(app: FastAPI) -> None:
 
     def answered(request: Request, error: ApiError) -> JSONResponse:
         request.state.refusal = error.message
-        return error.response()
+        return error.response(request.scope["path"])
 
     @app.exception_handler(ApiError)
     @app.exception_handler(UsageError)

@@ -17,7 +17,7 @@ from types import FrameType
 import uvicorn
 
 from slipstream.apps.server.connections import ConnectionSweep
-from slipstream.apps.server.server_settings import ServerSettings, is_address
+from slipstream.apps.server.server_settings import REQUEST_SECONDS, ServerSettings, is_address
 from slipstream.apps.server.service import Service
 from slipstream.apps.server.web_app import Load, make_app
 from slipstream.decoder import SpeculativeDecoder
@@ -68,7 +68,9 @@ class Server(uvicorn.Server):
         )
         self.settings, self._ready, self._cores = settings, on_ready, cores
         self._last_resort = last_resort
-        self._connections = ConnectionSweep(MAX_CONNECTIONS, settings.keep_alive_timeout, settings.request_timeout)
+        self._connections = ConnectionSweep(
+            MAX_CONNECTIONS, settings.keep_alive_timeout, settings.request_timeout or REQUEST_SECONDS
+        )
         self.service: Service | None = None
         self.failure: BaseException | None = None  # ended the engine, and with it the server
         self._listens = False

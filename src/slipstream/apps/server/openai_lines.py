@@ -17,7 +17,7 @@ from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter
 from slipstream.apps.server.error_objects import as_api_error, refused, sent, validation_error
 from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
-from slipstream.apps.server.request_reading import count_unknown_fields
+from slipstream.apps.server.request_reading import name_ignored
 from slipstream.apps.server.request_rows import RowMaker, check_model, writer_of
 from slipstream.apps.server.schemas import ChatFields, CompletionFields
 from slipstream.apps.server.server_settings import ServerSettings
@@ -50,17 +50,17 @@ class OpenAILines:
     def __init__(self, decoder: SpeculativeDecoder, options: JobOptions) -> None:
         self._decoder = decoder
         self.tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)
-        self._facts = ModelFacts.of(decoder, options.model_name)
+        self._facts = ModelFacts.of(decoder, options.model_name or decoder.target.name)
         self._rows = RowMaker.for_decoder(decoder, ServerSettings(max_model_len=0))
         self._named = set[str]()  # fields without effect that are in the log already
 
     def request_of(self, line: Line, digest: str) -> OpenAIRequest:
         """The rows of a line; ApiError or UsageError if it is not allowed."""
         fields = _fields(line)
-        check_model(self._facts.name, fields.model)
+        check_model((self._facts.name,), fields.model)
         live = LiveRequest(str(line.item["url"]), id=digest)
         writer = writer_of(self._rows, self._facts, live, fields, self.tokenizer)
-        count_unknown_fields(fields, self.tokenizer, self._named)
+        name_ignored(fields, self.tokenizer, self._named)
         return OpenAIRequest(line, digest, live, writer, self)
 
     def scored(self, row: Row, count: int) -> tuple[TokenLogprobs, ...]:
@@ -136,8 +136,9 @@ class OpenAIRequest:
 def refusal_line(line: Line, digest: str, error: Exception) -> dict[str, Any]:
     """A refusal or failure as a line of the error file."""
     refusal = as_api_error(error)
-    reason = {"code": refusal.code or refusal.body["error"]["type"], "message": refusal.message}
-    return _output_line(line, digest, refusal.status, refusal.body) | {"error": reason}
+    body = refusal.body()
+    reason = {"code": refusal.code or body["error"]["type"], "message": refusal.message}
+    return _output_line(line, digest, refusal.status, body) | {"error": reason}
 
 
 def _output_line(line: Line, digest: str, status: int, body: dict[str, Any]) -> dict[str, Any]:

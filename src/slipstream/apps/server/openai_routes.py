@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -14,16 +14,17 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from slipstream.apps.server.access import key_name
-from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
+from slipstream.apps.server.error_objects import MESSAGES, ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.request_reading import check_extra, check_plain, encoder, rendered_messages
-from slipstream.apps.server.request_rows import check_model
+from slipstream.apps.server.request_rows import MakeWriter, check_model
 from slipstream.apps.server.schemas import (
     ChatFields,
     CompletionFields,
     ConversationFields,
     Detokenized,
     DetokenizeFields,
+    Fields,
     Status,
     Tokenized,
     TokenizeFields,
@@ -42,29 +43,42 @@ HEALTH: dict[int | str, dict[str, Any]] = {200: {"model": Status}, 503: {"model"
 log = logging.getLogger("slipstream.server")
 
 
-async def answer(service: Service, http: Request, fields: ChatFields | CompletionFields) -> Response:
-    """Answer a chat or completions request."""
+async def answer(
+    service: Service,
+    http: Request,
+    fields: ChatFields | CompletionFields,
+    asked: Fields | None = None,
+    make_writer: MakeWriter | None = None,
+    refuse: Callable[[LiveRequest, ApiError], Response | None] = lambda live, error: None,
+) -> Response:
+    """Answer a chat or completions request.
+
+    asked: the request in another API's form; make_writer: writes the answer in that form. refuse: makes the response to
+    a refusal; None for the usual one.
+    """
     service.check_ready()
-    check_model(service.facts.name, fields.model)
+    service.check_model(fields)
     if fields.stream_options is not None and not fields.stream:
         raise refused("stream_options without stream=true; allowed: together with it", "stream_options")
     owner: str = http.state.owner
     live = service.enter(http.scope["path"], owner, fields.cache_salt, http.state.caller)
     streaming = False
     try:
-        writer = await until_gone(http, service.prepare(live, fields))
-        service.count_unknown(fields)
+        writer = await until_gone(http, service.prepare(live, fields, make_writer))
+        service.count_ignored(fields, asked)
         service.submit(live, [choice.job for choice in writer.choices])
         if fields.stream:
             streaming = True
             return AnswerStream(live, writer, lambda: _over(service, live, 200))
         whole_answer = await until_gone(http, writer.collect())
         _over(service, live, 200)
-        return JSONResponse(whole_answer)
+        return JSONResponse(whole_answer, headers=writer.headers)
     except Exception as error:
         refusal = as_api_error(error)
         log_answer(live, refusal.status, refusal.message)
-        return refusal.response()
+        if (response := refuse(live, refusal)) is not None:
+            return response
+        return refusal.response(live.endpoint, f"req_{live.id}" if live.endpoint.startswith(MESSAGES) else "")
     finally:
         if not streaming:
             service.release(live)
@@ -119,21 +133,24 @@ def service_of(http: Request) -> Service:
 @router.get("/v1/models/", include_in_schema=False)
 async def models(http: Request) -> dict[str, Any]:
     """The one model that is served."""
-    return {"object": "list", "data": [_card(service_of(http))]}
+    service = service_of(http)
+    service.check_ready()
+    return {"object": "list", "data": [_card(service, name) for name in service.names]}
 
 
 @router.get("/v1/models/{name:path}", response_model=None)
 async def model(http: Request, name: str) -> dict[str, Any]:
     """The model that is served, by its name."""
-    card = _card(service_of(http))
-    check_model(card["id"], name if name == card["id"] else name.removesuffix("/"))
-    return card
-
-
-def _card(service: Service) -> dict[str, Any]:
+    service = service_of(http)
     service.check_ready()
+    name = name if name in service.names else name.removesuffix("/")
+    check_model(service.names, name)
+    return _card(service, name)
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
     return {
-        "id": service.facts.name,
+        "id": name,
         "object": "model",
         "created": STARTED,
         "owned_by": "slipstream",
@@ -148,8 +165,8 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
     """Token ids of a string, or of messages in the model's chat format."""
     service = service_of(http)
     service.check_ready()
-    check_model(service.facts.name, fields.model)
-    check_extra(fields)
+    service.check_model(fields)
+    check_extra(fields, strict=service.settings.strict)
     if (fields.prompt is None) == (fields.messages is None):
         what = "prompt and messages are missing" if fields.prompt is None else "prompt with messages"
         raise refused(f"{what}; allowed: one of them", "prompt")
@@ -157,20 +174,20 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
         if getattr(fields, name) is not None:
             raise refused(f"{name} with prompt; allowed: with messages", name)
 
-    plain = service.settings.no_special_tokens_in_prompts
+    reading = service.rows.reading
 
     def work(tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
             raise refused("this model has no tokenizer", "prompt")
         if fields.messages is not None:
-            return rendered_messages(fields, tokenizer, plain_texts=plain)[1]
+            return rendered_messages(fields, tokenizer, reading)[1]
         check_text("prompt", fields.prompt or "")
-        if plain:
+        if reading.plain_texts:
             check_plain([("prompt", fields.prompt or "")], tokenizer)
         return encoder(fields, tokenizer)(fields.prompt or "")
 
     tokens = await until_gone(http, service.text_pool.run(work, http.state.caller))
-    service.count_unknown(fields)
+    service.count_ignored(fields)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.rows.max_model_len}
 
 
@@ -180,8 +197,8 @@ async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
     """The text of token ids."""
     service = service_of(http)
     service.check_ready()
-    check_model(service.facts.name, fields.model)
-    service.count_unknown(fields)
+    service.check_model(fields)
+    service.count_ignored(fields)
     size = service.decoder.target.backend.vocab_size
     for token in fields.tokens:
         if token >= size:

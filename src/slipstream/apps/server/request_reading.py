@@ -6,16 +6,17 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.apps.server.conversation import THOUGHTS, Call, TemplateTraits, Turn
 from slipstream.apps.server.error_objects import misspelled, refused, sent
 from slipstream.apps.server.schemas import (
     MAX_ROWS,
-    THOUGHTS,
+    AllowedTools,
     CallFields,
     ChatFields,
     CompletionFields,
@@ -38,7 +39,10 @@ log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 256
 MAX_NAMED = 100  # fields without effect that the log names
 NUMBER = re.compile(r"\.\d+(?=\.)")  # the index of a list's item in the address of a field
+IMAGES = ("image_url", "input_image", "image")  # types of parts
 ROLES = {"developer": "system", "function": "tool"}
+EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # levels that no template knows
+SWITCHES = ("enable_thinking", "thinking")  # variables of templates whose thoughts are on or off
 # fields whose name and meaning are those of SamplingParams; None leaves its default
 SAME_NAMES = (
     "top_p",
@@ -54,18 +58,44 @@ SAME_NAMES = (
 )
 
 
-def checked_tools(fields: ConversationFields) -> list[dict[str, Any]]:
-    """The tools of a request; ApiError names the first invalid one."""
-    tools = fields.tools or []
-    for index, tool in enumerate(tools):
-        _check_tool(f"tools.{index}", tool)
+@dataclass(frozen=True)
+class Reading:
+    """How a server reads requests."""
+
+    strict: bool = False  # refuse what would have no effect
+    plain_texts: bool = False  # refuse strings that have special tokens
+    template: TemplateTraits = field(default_factory=TemplateTraits)
+
+
+def checked_tools(fields: ConversationFields, *, strict: bool) -> list[dict[str, Any]]:
+    """The tools of a request that may be called; ApiError names the first invalid one.
+
+    Tools of other types than functions are left out unless `strict`.
+    """
+    tools = []
+    for index, tool in enumerate(fields.tools or []):
+        if not strict and tool.get("type", "function") != "function":
+            fields.ignore(f"tools.{index}.type", f": {tool.get('type')!r:.40} is no function")
+        else:
+            tools.append(_checked_tool(f"tools.{index}", tool))
     names = [tool["function"]["name"] for tool in tools]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise refused(f"tools: {repeated[0]!r} occurs twice; allowed: each name once", "tools")
+    if isinstance(fields.tool_choice, ToolChoice) and fields.tool_choice.type == "allowed_tools":
+        allowed = _allowed_tools(fields.tool_choice)
+        chosen = [_named_tool(tools, tool.function.name)["function"]["name"] for tool in allowed.tools]
+        tools = [tool for tool in tools if tool["function"]["name"] in chosen]
     return tools
 
 
-def _check_tool(place: str, tool: dict[str, Any]) -> None:
+def _allowed_tools(choice: ToolChoice) -> AllowedTools:
+    if choice.allowed_tools is None:
+        raise refused("tool_choice.allowed_tools is missing; allowed: an object with tools", "tool_choice")
+    return choice.allowed_tools
+
+
+def _checked_tool(place: str, tool: dict[str, Any]) -> dict[str, Any]:
+    """The tool, with properties of null as none."""
     if tool.get("type", "function") != "function":
         near = did_you_mean(str(tool.get("type")), "function")
         raise refused(f"{place}.type: {tool.get('type')!r:.40}; allowed: 'function'{near}", f"{place}.type")
@@ -82,8 +112,13 @@ def _check_tool(place: str, tool: dict[str, Any]) -> None:
     if not isinstance(function.get("description", ""), str | None):
         what = sent(f"{place}.function.description", function["description"])
         raise refused(f"{what}; allowed: a string", f"{place}.function.description")
-    _check_parameters(f"{place}.function.parameters", function.get("parameters"))
+    parameters = function.get("parameters")
+    if isinstance(parameters, dict) and "properties" in parameters and parameters["properties"] is None:
+        parameters = {**parameters, "properties": {}}
+        tool = {**tool, "function": {**function, "parameters": parameters}}
+    _check_parameters(f"{place}.function.parameters", parameters)
     check_json(place, tool)
+    return tool
 
 
 def check_json(place: str, value: Any) -> None:
@@ -112,20 +147,33 @@ def _check_parameters(place: str, parameters: Any) -> None:
             raise refused(f"{sent(f'{place}.properties.{name:.40}', schema)}; allowed: a JSON schema", place)
 
 
+def is_call_forced(fields: ConversationFields) -> bool:
+    """True if the answer must be a call."""
+    choice = fields.tool_choice
+    if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
+        return _allowed_tools(choice).mode == "required"
+    return choice not in (None, "none", "auto")
+
+
 def forced_tools(fields: ConversationFields, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools of which one must be called: all for "required", else the one that `tool_choice` names."""
+    """The tools of which one must be called: all that are allowed, or the one that `tool_choice` names."""
     if not tools:
         raise refused("tool_choice without tools; allowed: 'none', 'auto'", "tool_choice")
-    if fields.tool_choice == "required":
+    choice = fields.tool_choice
+    if not isinstance(choice, ToolChoice) or choice.type == "allowed_tools":
         return tools
-    assert isinstance(fields.tool_choice, ToolChoice)
-    name = fields.tool_choice.function.name
-    named = [tool for tool in tools if tool["function"]["name"] == name]
-    if not named:
-        offered = ", ".join(tool["function"]["name"] for tool in tools)
-        near = did_you_mean(name, *(tool["function"]["name"] for tool in tools))
-        raise refused(f"tool_choice: {name!r:.80} is not offered; allowed: {offered:.200}{near}", "tool_choice")
-    return named
+    if choice.function is None:
+        raise refused("tool_choice.function is missing; allowed: an object with a name", "tool_choice")
+    return [_named_tool(tools, choice.function.name)]
+
+
+def _named_tool(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return tool
+    names = [tool["function"]["name"] for tool in tools]
+    near = did_you_mean(name, *names)
+    raise refused(f"tool_choice: {name!r:.80} is not offered; allowed: {', '.join(names):.200}{near}", "tool_choice")
 
 
 @dataclass(frozen=True)
@@ -190,12 +238,9 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
     return Rendered(ids, prompt if len(ids) == len(all_ids) else None)
 
 
-def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False) -> Rendered:
-    """The conversation of a chat request, rendered by the model's template; without one its texts, line by line.
-
-    plain_texts: refuse strings that have special tokens.
-    """
-    messages, ids = rendered_messages(fields, tokenizer, plain_texts=plain_texts)
+def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, reading: Reading) -> Rendered:
+    """The conversation of a chat request, rendered by the model's template; without one its texts, line by line."""
+    messages, ids = rendered_messages(fields, tokenizer, reading)
     is_plain = (  # else another model's chat format may have no form for it
         not fields.continue_final_message
         and (fields.tool_choice == "none" or not fields.tools)
@@ -206,15 +251,18 @@ def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, *, plain_text
 
 
 def rendered_messages(
-    fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False
+    fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, reading: Reading
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """The messages of a conversation in the form that a chat template reads, and their token ids."""
     read = _message_fields(tokenizer)
-    messages = [_message(number, message, read) for number, message in enumerate(fields.messages or ())]
-    tools = () if fields.tool_choice == "none" else checked_tools(fields)
-    _check_shown(fields, _needed(tokenizer), read)
+    turns = [_turn(number, message, read, fields, reading) for number, message in enumerate(fields.messages or ())]
+    tools = [] if fields.tool_choice == "none" else checked_tools(fields, strict=reading.strict)
+    _check_shown(fields, _needed(tokenizer), read, reading)
     check_json("chat_template_kwargs", fields.chat_template_kwargs)
-    if plain_texts:
+    template = reading.template
+    messages = template.messages(turns, tools)
+    tools = tools if template.knows_tools else []
+    if reading.plain_texts:
         parts: list[tuple[str, Any]] = [(f"messages.{number}", message) for number, message in enumerate(messages)]
         parts += [("tools", tools), ("chat_template_kwargs", fields.chat_template_kwargs)]
         check_plain(((name, text) for name, part in parts for text in _texts_of(part)), tokenizer)
@@ -227,9 +275,44 @@ def rendered_messages(
     is_continued = bool(fields.continue_final_message)
     if is_continued and fields.add_generation_prompt:
         raise refused("continue_final_message with add_generation_prompt; allowed: one", "continue_final_message")
-    variables = fields.chat_template_kwargs or {}
-    form = ChatForm(tools, has_opening and not is_continued, is_continued, fields.reasoning_effort, variables)
+    effort, variables = _thinking(fields, tokenizer, reading)
+    form = ChatForm(tools, has_opening and not is_continued, is_continued, effort, variables)
     return messages, _needed(tokenizer).chat(messages, form)
+
+
+def _thinking(
+    fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, reading: Reading
+) -> tuple[str | None, dict[str, Any]]:
+    """How much to think, as the template reads it: its `reasoning_effort`, and its variables, a switch among them."""
+    variables = dict(fields.chat_template_kwargs or {})
+    if reading.strict or not isinstance(tokenizer, TokenizerDetails):
+        return fields.reasoning_effort, variables
+    readable = tokenizer.template_variables()
+    for name in variables.keys() - readable:
+        del variables[name]
+        fields.ignore(f"chat_template_kwargs.{name}", "; this chat template does not read it")
+    field, effort = _asked_effort(fields)
+    if effort is None:
+        return None, variables
+    switches = [name for name in SWITCHES if name in readable]
+    for name in switches:
+        variables.setdefault(name, effort != "none")
+    has_levels = "reasoning_effort" in readable
+    if not switches and not has_levels:
+        fields.ignore(field, "; this chat template does not read it")
+    return (EFFORTS.get(effort, effort) if has_levels and effort not in ("none", "on") else None), variables
+
+
+def _asked_effort(fields: ConversationFields) -> tuple[str, str | None]:
+    """The field that says how much to think, and the level: none, on, low, medium, high or more."""
+    if fields.reasoning_effort is not None:
+        return "reasoning_effort", fields.reasoning_effort
+    if isinstance(reasoning := fields.reasoning, dict):
+        effort = reasoning.get("effort", {True: "on", False: "none"}.get(reasoning.get("enabled")))
+        return "reasoning", effort if isinstance(effort, str) else None
+    if isinstance(thinking := fields.thinking, dict):
+        return "thinking", "none" if thinking.get("type") == "disabled" else "on"
+    return "reasoning_effort", None
 
 
 def _message_fields(tokenizer: Tokenizer | None) -> frozenset[str]:
@@ -238,40 +321,65 @@ def _message_fields(tokenizer: Tokenizer | None) -> frozenset[str]:
     return tokenizer.template_fields() if isinstance(tokenizer, TokenizerDetails) and templated else frozenset()
 
 
-def count_unknown_fields(fields: Fields, tokenizer: Tokenizer | None, named: set[str]) -> int:
-    """Number of a request's fields without effect; the log names each once. named: fields named already."""
-    read, count = _message_fields(tokenizer), 0
+def name_ignored(fields: Fields, tokenizer: Tokenizer | None, named: set[str]) -> list[str]:
+    """The fields of a request that had no effect, without indexes of lists; the log names each once.
+
+    named: fields named already.
+    """
+    read, reasons = _message_fields(tokenizer), dict[str, str | None](fields.ignored)
     for place, part in nested(fields):
         for name in part.extra:
-            if name in part.REFUSED or (isinstance(part, MessageFields) and name in read):
+            is_message = isinstance(part, MessageFields)
+            is_thought = is_message and name in THOUGHTS and not read.isdisjoint(THOUGHTS)
+            if name in part.REFUSED.keys() - part.TOLERATED or is_thought or (is_message and name in read):
                 continue
-            count = count + 1
-            kind = NUMBER.sub("", place + name)
-            if kind not in named and len(named) < MAX_NAMED and name not in part.SILENT:
-                named.add(kind)
-                near = did_you_mean(name, *type(part).model_fields) or "; it is unknown"
-                log.warning("requests have the field %r, which has no effect%s", f"{place}{name}"[:80], near)
-    return count
+            near = did_you_mean(name, *type(part).model_fields) or "; it is unknown"
+            reasons[place + name] = None if name in part.SILENT else near
+    labels = []
+    for address, why in reasons.items():
+        kind = NUMBER.sub("", address)[:80]
+        if kind not in named and len(named) < MAX_NAMED:
+            named.add(kind)
+            if why is not None:
+                log.warning("requests have the field %r, which has no effect%s", address[:80], why)
+        labels.append(kind if kind in named else "other")
+    return labels
 
 
-def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read: frozenset[str]) -> None:
-    """Refuse fields that the chat template would leave out; none if the tokenizer does not know what it reads."""
+def _check_shown(
+    fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read: frozenset[str], reading: Reading
+) -> None:
+    """Refuse fields that the chat template would leave out; none if the tokenizer does not know what it reads.
+
+    Unless the server is strict, only what no template can show is refused: tools and continued messages without any.
+    """
     templated, variables = tokenizer.has_chat_template, frozenset[str]()
     if templated and not isinstance(tokenizer, TokenizerDetails):
         return
     if templated and isinstance(tokenizer, TokenizerDetails):
         variables = tokenizer.template_variables()
-    if fields.tools and fields.tool_choice in (None, "auto"):  # a constraint forces calls that no template shows
-        check_tools_read(tokenizer)
+    if reading.strict and fields.tools and fields.tool_choice in (None, "auto"):
+        check_tools_read(tokenizer)  # a constraint forces calls that no template shows
     fields_asked: list[tuple[str, Any, bool]] = [
         ("tools", fields.tool_choice != "none" and fields.tools, templated),
-        ("reasoning_effort", fields.reasoning_effort, "reasoning_effort" in variables),
-        ("chat_template_kwargs", fields.chat_template_kwargs, templated),  # the tokenizer checks each variable
         ("continue_final_message", fields.continue_final_message, templated),
         ("add_generation_prompt", fields.add_generation_prompt is not None, templated),
     ]
+    thinking = [
+        ("reasoning_effort", fields.reasoning_effort, "reasoning_effort" in variables),
+        ("reasoning", fields.reasoning, False),
+        ("thinking", fields.thinking, False),
+        ("chat_template_kwargs", fields.chat_template_kwargs, templated),  # the tokenizer checks each variable
+    ]
+    if reading.strict:
+        fields_asked += thinking
+    elif not templated:
+        for name, value, _ in thinking:
+            if says_something(value):
+                fields.ignore(name, "; this model has no chat template")
     for number, message in enumerate(fields.messages or ()):
-        parts = {"tool_calls": message.tool_calls} | {name: message.extra.get(name) for name in THOUGHTS}
+        parts = {"tool_calls": message.tool_calls} if reading.strict or not templated else {}
+        parts |= {name: message.extra.get(name) for name in THOUGHTS} if reading.strict else {}
         fields_asked += [(f"messages.{number}.{name}", value, name in read) for name, value in parts.items()]
     why = "this chat template does not read it" if templated else "this model has no chat template"
     for name, value, is_read in fields_asked:
@@ -291,26 +399,47 @@ def check_tools_read(tokenizer: Tokenizer | None) -> None:
         raise refused(f"tools: this chat template does not read them; {works}", "tools")
 
 
-def _message(number: int, message: MessageFields, read: frozenset[str]) -> dict[str, Any]:
-    """A message in the form of chat templates. read: names of further fields that this model's template reads."""
-    name = f"messages.{number}.content"
-    if message.content in (None, []) and not (message.content is None and _speaks_otherwise(message)):
+def _turn(
+    number: int, message: MessageFields, read: frozenset[str], fields: ConversationFields, reading: Reading
+) -> Turn:
+    """A message as a turn. read: names of further fields that this model's template reads."""
+    place, role = f"messages.{number}", ROLES.get(message.role, message.role)
+    name = f"{place}.content"
+    may_be_empty = message.content is None and _speaks_otherwise(message)
+    if not reading.strict:
+        may_be_empty = message.role in ("assistant", "tool", "function") and not misspelled("content", message.extra)
+    if message.content in (None, []) and not may_be_empty:
         near = misspelled("content", message.extra) or "; allowed: a string, or text parts"
         raise refused(f"{name} is {json.dumps(message.content)}{near}", name)
-    rendered: dict[str, Any] = {
-        name: value for name, value in message.extra.items() if name in read - message.REFUSED.keys()
-    }
-    rendered |= {"role": ROLES.get(message.role, message.role), "content": content_text(message.content, name)}
-    if message.tool_calls:
-        rendered["tool_calls"] = [
-            _call(f"messages.{number}.tool_calls.{index}", call) for index, call in enumerate(message.tool_calls)
-        ]
-    if message.tool_call_id is not None:
-        rendered["tool_call_id"] = message.tool_call_id
+    extra = {name: value for name, value in message.extra.items() if name in read - message.REFUSED.keys()}
+    thought = ""
+    if not reading.strict:
+        thoughts = [extra.pop(name, None) or message.extra.get(name) for name in THOUGHTS]
+        thought = next((text for text in thoughts if isinstance(text, str) and text), "")
+        check_text(f"{place}.reasoning_content", thought)
     if message.name is not None:
-        rendered["name"] = message.name
-    check_json(f"messages.{number}", {name: value for name, value in rendered.items() if name != "content"})
-    return rendered
+        extra["name"] = message.name
+    check_json(place, extra)
+    shows_images = reading.strict or role != "tool"
+    text = content_text(message.content if shows_images else _without_images(message, name, fields), name)
+    if not text and role == "assistant" and not reading.strict and isinstance(message.extra.get("refusal"), str):
+        text = content_text(message.extra["refusal"], f"{place}.refusal")
+    calls = [_call(f"{place}.tool_calls.{i}", call, reading.strict) for i, call in enumerate(message.tool_calls or ())]
+    check_json(place, [message.tool_call_id, *((call.name, call.id, call.arguments) for call in calls)])
+    return Turn(role, text, thought, tuple(calls), message.tool_call_id, extra)  # type: ignore[arg-type]
+
+
+def _without_images(message: MessageFields, name: str, fields: ConversationFields) -> str | list[ContentPart] | None:
+    """The content of a tool's result, with a line in place of each image: the conversation goes on without them."""
+    if not isinstance(message.content, list):
+        return message.content
+    parts = []
+    for part in message.content:
+        if part.type in IMAGES:
+            fields.ignore(f"{name}.{part.type}", "; this model reads texts only, and is told that an image is missing")
+            part = ContentPart(type="text", text="[an image, which this model cannot see]")
+        parts.append(part)
+    return parts
 
 
 def _speaks_otherwise(message: MessageFields) -> bool:
@@ -331,17 +460,17 @@ def content_text(content: str | list[ContentPart] | None, name: str, between: st
     return content or ""
 
 
-def _call(place: str, call: CallFields) -> dict[str, Any]:
-    """A call that the assistant made, with its arguments as an object, as templates expect."""
+def _call(place: str, call: CallFields, strict: bool) -> Call:
+    """A call that the assistant made. strict: refuse arguments that are no JSON object."""
     name, arguments = f"{place}.function.arguments", call.function.arguments
-    if isinstance(arguments, str):
+    if strict and isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             raise refused(f"{name} is not valid JSON; allowed: a JSON object", name) from None
-    if not isinstance(arguments, dict | None):
+    if not isinstance(arguments, dict | None if strict else dict | str | None):
         raise refused(f"{name} is of type {type(arguments).__name__}; allowed: a JSON object", name)
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments or {}}}
+    return Call(call.function.name, arguments or {}, None if call.id is None else str(call.id))
 
 
 def _cut(ids: list[int], max_tokens: int | None) -> list[int]:
@@ -376,10 +505,15 @@ class AllowedTokens:
 
 
 def sampling_params(
-    fields: SamplingFields, max_tokens: int, vocab_size: int, constraint: Constraint | None = None
+    fields: SamplingFields,
+    max_tokens: int,
+    vocab_size: int,
+    constraint: Constraint | None = None,
+    *,
+    strict: bool = False,
 ) -> SamplingParams:
     """The options of a request's rows, except `n`. ApiError or UsageError names a field that cannot be honored."""
-    check_supported(fields)
+    check_supported(fields, strict=strict)
     options: dict[str, Any] = {name: getattr(fields, name) for name in SAME_NAMES if getattr(fields, name) is not None}
     options["temperature"] = 1.0 if fields.temperature is None else fields.temperature
     options["top_k"] = max(0, fields.top_k or 0)
@@ -409,9 +543,9 @@ def wanted_logprobs(fields: SamplingFields) -> int | None:
     return None
 
 
-def check_supported(fields: SamplingFields) -> None:
+def check_supported(fields: SamplingFields, *, strict: bool) -> None:
     """Refuse fields that are not supported and would change the answer."""
-    check_extra(fields)
+    check_extra(fields, strict=strict)
     extra = fields.extra
     other, address = (
         (CompletionFields, "completions") if isinstance(fields, ChatFields) else (ChatFields, "chat/completions")
@@ -428,11 +562,11 @@ def check_supported(fields: SamplingFields) -> None:
         raise refused("top_logprobs needs logprobs=true", "top_logprobs")
 
 
-def check_extra(fields: Fields) -> None:
-    """Refuse fields that `REFUSED` lists, at every depth."""
+def check_extra(fields: Fields, *, strict: bool) -> None:
+    """Refuse fields that `REFUSED` lists, at every depth; those that are tolerated, only if `strict`."""
     for place, part in nested(fields):
         for name, why in part.REFUSED.items():
-            if says_something(part.extra.get(name)):
+            if says_something(part.extra.get(name)) and (strict or name not in part.TOLERATED):
                 raise refused(f"{place}{name}: {why}", place + name)
 
 

@@ -7,21 +7,27 @@ grammar, calls of its tools), the rows get a constraint.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter, ChatWriter, CompletionWriter
+from slipstream.apps.server.conversation import TemplateTraits
+from slipstream.apps.server.engine_thread import SPARE_SLOTS
 from slipstream.apps.server.error_objects import ApiError, misspelled, refused
 from slipstream.apps.server.live_request import Job, LiveRequest
 from slipstream.apps.server.request_reading import (
+    Reading,
     Rendered,
     check_tools_read,
     checked_tools,
     forced_tools,
+    is_call_forced,
     predicted_text,
     rendered_chat,
     rendered_prompts,
@@ -29,27 +35,32 @@ from slipstream.apps.server.request_reading import (
     wanted_logprobs,
 )
 from slipstream.apps.server.schemas import (
+    MAX_TOKENS,
     STRUCTURED_OUTPUTS,
     ChatFields,
     CompletionFields,
     SamplingFields,
     StructuredOutputs,
 )
-from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.server_settings import USUAL_WINDOW, Limits, ServerSettings
 from slipstream.constraints.answer_grammar import Literals, arguments_schema, call_grammar
 from slipstream.constraints.compiled_grammars import CompiledGrammars
 from slipstream.constraints.constraint import Constraint
 from slipstream.constraints.grammar_trial import is_small
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError, did_you_mean, first_line
+from slipstream.models.cpu.processor import memory_bytes
+from slipstream.models.model_size import cached_bytes
 from slipstream.text.answer_reader import thought_preamble
 from slipstream.text.detokenizer import read_as_committed
 from slipstream.text.requests import RequestReader, check_size, further_seeds, texts_shown
 from slipstream.tokenization.tokenizer import AnswerTokenizer, Tokenizer
 
+MakeWriter = Callable[[LiveRequest, Any, ModelFacts], AnswerWriter]
 MAX_BYTES = 64 << 10  # of a schema, an expression or a grammar
 MAX_BYTES_OF_TOOLS = 256 << 10  # of all schemas of tools that a grammar is made of
 LIMITING = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")  # these and a constraint may leave no token
+UNMEASURED_WINDOW = 32768  # tokens, for models whose KV cache has an unknown size
 COMPLETION_TOKENS = 16  # OpenAI's default of the completions endpoint
 
 
@@ -76,7 +87,7 @@ def form_field(fields: SamplingFields) -> str | None:
         names.append("structured_outputs")
     if form is not None and form.type != "text":
         names.append("response_format")
-    if isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto"):
+    if isinstance(fields, ChatFields) and is_call_forced(fields):
         names.append("tool_choice")
     if len(names) > 1:
         raise refused(f"{names[0]} with {names[1]}; allowed: one of them", names[0])
@@ -97,10 +108,10 @@ def compiles_slowly(fields: SamplingFields) -> bool:
 
 
 def answer_constraint(
-    fields: SamplingFields, tokenizer: Tokenizer | None, prompt: Sequence[int] = ()
+    fields: SamplingFields, tokenizer: Tokenizer | None, prompt: Sequence[int] = (), *, strict: bool
 ) -> Constraint | None:
     """The constraint of a request's rows; ApiError names a field that cannot be honored."""
-    tools = checked_tools(fields) if isinstance(fields, ChatFields) else []
+    tools = checked_tools(fields, strict=strict) if isinstance(fields, ChatFields) else []
     field = form_field(fields)
     if field is None:
         return None
@@ -199,25 +210,47 @@ def _bounded(field: str, value: Any, max_bytes: int = MAX_BYTES) -> None:
         raise refused(f"{field} has {size} bytes; allowed: at most {max_bytes}", field)
 
 
+def window_of(decoder: SpeculativeDecoder, asked: int | None) -> int:
+    """The most tokens of a prompt and its answer; `asked` is `max_model_len` of the settings.
+
+    By default as much of the model's context as memory allows if all texts of a full batch are so long.
+    """
+    context = decoder.target.backend.max_length
+    if asked is not None:
+        return min(context, asked or context)
+    models = [loaded.model for loaded in (decoder.target, decoder.draft) if loaded is not None]
+    sizes = [None if model is None else cached_bytes(model.config.get_text_config()) for model in models]
+    device = decoder.target.backend.device
+    memory = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else (memory_bytes() or 0) // 4
+    if not memory or None in sizes:
+        return min(context, UNMEASURED_WINDOW)
+    slots = decoder.config.max_batch_size + SPARE_SLOTS
+    fitting = memory // (slots * sum(size or 0 for size in sizes))
+    return min(context, max(fitting // 256 * 256, USUAL_WINDOW))
+
+
 @dataclass(frozen=True)
 class RowMaker:
     """Makes rows for one decoder under the server's limits."""
 
     decoder: SpeculativeDecoder
-    settings: ServerSettings
+    limits: Limits
+    reading: Reading
     grammars: CompiledGrammars
 
     @classmethod
     def for_decoder(cls, decoder: SpeculativeDecoder, settings: ServerSettings) -> RowMaker:
         """A maker with its own grammars and tokenizer, since requests are read while the engine runs."""
         target = replace(decoder.target, tokenizer=deepcopy(decoder.tokenizer))
-        return cls(decoder, settings, CompiledGrammars(target, target.backend.vocab_size))
+        limits = settings.limits(window_of(decoder, settings.max_model_len))
+        template = TemplateTraits() if settings.strict else TemplateTraits.of(target.tokenizer)
+        reading = Reading(settings.strict, settings.no_special_tokens_in_prompts, template)
+        return cls(decoder, limits, reading, CompiledGrammars(target, target.backend.vocab_size))
 
     @property
     def max_model_len(self) -> int:
         """The most tokens that a prompt and its answer may have together."""
-        context = self.decoder.target.backend.max_length
-        return min(context, self.settings.max_model_len) if self.settings.max_model_len else context
+        return self.limits.window
 
     def check_sizes(self, fields: ChatFields | CompletionFields, tokenizer: Tokenizer | None) -> None:
         """Refuse prompts that are too long whatever their tokens are, before they are tokenized."""
@@ -234,7 +267,15 @@ class RowMaker:
             try:
                 check_size(name, parts, tokenizer, self.max_model_len)
             except UsageError as error:
-                raise refused(first_line(error), name, "context_length_exceeded") from None
+                longest = max(map(len, tokenizer.vocabulary()), default=1)
+                raise ApiError(
+                    400,
+                    first_line(error),
+                    param=name,
+                    code="context_length_exceeded",
+                    prompt_tokens=sum(map(len, parts)) // longest,  # or more
+                    window=self.max_model_len,
+                ) from None
 
     def jobs(
         self, live: LiveRequest, fields: SamplingFields, prompts: Sequence[Rendered], tokenizer: Tokenizer | None
@@ -258,9 +299,9 @@ class RowMaker:
     ) -> list[Job]:
         max_tokens = self._max_tokens(fields, len(prompt.ids))
         target, no_predictions = self.decoder.target, self.decoder.reader.no_predictions
-        params = sampling_params(
-            fields, max_tokens, target.backend.vocab_size, answer_constraint(fields, tokenizer, prompt.ids)
-        )
+        strict = self.reading.strict
+        constraint = answer_constraint(fields, tokenizer, prompt.ids, strict=strict)
+        params = sampling_params(fields, max_tokens, target.backend.vocab_size, constraint, strict=strict)
         params = RequestReader(replace(target, tokenizer=tokenizer), no_predictions).with_token_ids(params)
         if params.prediction is not None and len(params.prediction) > self.max_model_len:
             raise refused(
@@ -287,7 +328,7 @@ class RowMaker:
         if isinstance(fields, ChatFields):
             if fields.max_completion_tokens is not None:
                 asked_tokens, name = fields.max_completion_tokens, "max_completion_tokens"
-            default = self.settings.default_max_tokens
+            default = self.limits.default_max_tokens
         else:
             default = COMPLETION_TOKENS
         echoed = isinstance(fields, CompletionFields) and fields.echo
@@ -296,25 +337,33 @@ class RowMaker:
             raise refused(f"{name}=0; allowed: at least 1{more}", name)
         room = self.max_model_len - prompt_length
         needed = 1 if asked_tokens is None else asked_tokens
+        is_open = asked_tokens == MAX_TOKENS  # as Ollama's clients ask for answers without a limit
+        if needed > room >= 1 and (is_open or not self.reading.strict):
+            return room
         if needed > room:
             if room > 0:
                 excess = f"{prompt_length} of the prompt and {name}={needed} exceed it"
             else:
                 excess = f"the prompt alone has {prompt_length}" + ", and its answer at least one" * (not room)
-            raise refused(
+            raise ApiError(
+                400,
                 f"This model's maximum context length is {self.max_model_len} tokens; {excess}",
-                name if room > 0 else "prompt" if isinstance(fields, CompletionFields) else "messages",
-                "context_length_exceeded",
+                param=name if room > 0 else "prompt" if isinstance(fields, CompletionFields) else "messages",
+                code="context_length_exceeded",
+                prompt_tokens=prompt_length,
+                window=self.max_model_len,
             )
         return min(default, room) if asked_tokens is None else asked_tokens
 
 
-def check_model(name: str, asked_model: str | None) -> None:
-    """Refuse requests for a model other than this one."""
-    if asked_model not in (None, "", name):
+def check_model(names: Sequence[str], asked_model: str | None) -> None:
+    """Refuse requests for a model that is served under none of these names."""
+    if asked_model not in (None, "", *names):
+        near = did_you_mean(asked_model or "", *names)
+        allowed = ", ".join(map(repr, names))
         raise ApiError(
             404,
-            f"model {asked_model!r:.200} is not served here; allowed: {name!r}{did_you_mean(asked_model or '', name)}",
+            f"model {asked_model!r:.200} is not served here; allowed: {allowed}{near}",
             param="model",
             code="model_not_found",
         )
@@ -326,15 +375,20 @@ def writer_of(
     live: LiveRequest,
     fields: ChatFields | CompletionFields,
     tokenizer: Tokenizer | None,
+    make_writer: MakeWriter | None = None,
 ) -> AnswerWriter:
-    """Render the prompts and make the rows of a request. tokenizer: of the calling thread."""
-    plain = rows.settings.no_special_tokens_in_prompts
+    """Render the prompts and make the rows of a request.
+
+    tokenizer: of the calling thread. make_writer: of another API's answers; by default OpenAI's.
+    """
     rows.check_sizes(fields, tokenizer)
     if isinstance(fields, ChatFields):
-        live.jobs = rows.jobs(live, fields, [rendered_chat(fields, tokenizer, plain_texts=plain)], tokenizer)
-        return ChatWriter(live, fields, facts)
-    prompts = rendered_prompts(fields, tokenizer, plain_texts=plain)
+        live.jobs = rows.jobs(live, fields, [rendered_chat(fields, tokenizer, rows.reading)], tokenizer)
+        return (make_writer or ChatWriter)(live, fields, facts)
+    prompts = rendered_prompts(fields, tokenizer, plain_texts=rows.reading.plain_texts)
     live.jobs = rows.jobs(live, fields, prompts, tokenizer)
+    if make_writer is not None:
+        return make_writer(live, fields, facts)
     writer = CompletionWriter(live, fields, facts)
     if fields.echo:
         writer.prompts = [text for prompt in prompts for text in [_text(prompt, tokenizer)] * (fields.n or 1)]

@@ -15,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    PrivateAttr,
     StrictBool,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -86,8 +87,6 @@ REFUSED = {
     "use_beam_search": "beam search is not supported",
     "guided_decoding_backend": "there is one backend for constraints",
     "guided_whitespace_pattern": "JSON is written without whitespace",
-    "thinking": "reasoning is asked for with reasoning_effort or chat_template_kwargs",
-    "reasoning": "reasoning is asked for with reasoning_effort or chat_template_kwargs",
     "documents": "documents are not supported; put them into a message",
     "chat_template": "templates from requests are not run; the model's own is used",
     "lora_request": "adapters are not supported",
@@ -105,7 +104,8 @@ REFUSED = {
     "function_call": "the deprecated form of tool_choice is not supported; use tool_choice",
     "web_search_options": "web search is not supported",
 }
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a message: what the model thought before it answered
+# of these, ignored unless the server is strict
+TOLERATED = frozenset({"guided_decoding_backend", "kv_transfer_params", "web_search_options"})
 WHY: dict[int | str, str] = {
     400: "A field is wrong; `param` names it. Do not repeat the request.",
     401: "No valid API key.",
@@ -167,7 +167,18 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
     REFUSED: ClassVar[Mapping[str, str]] = {}  # unsupported fields that would change the answer, with the reason
+    TOLERATED: ClassVar[frozenset[str]] = frozenset()  # those of them that only a strict server refuses
     SILENT: ClassVar[frozenset[str]] = frozenset()  # fields without effect that the log need not name
+    _ignored: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def ignore(self, name: str, why: str) -> None:
+        """Note that a field of this request has no effect."""
+        self._ignored[name] = why
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        """The paths of fields without effect that reading the request has found, with the reasons."""
+        return self._ignored
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -275,6 +286,7 @@ class SamplingFields(Fields):
     """The fields of both endpoints."""
 
     REFUSED = REFUSED
+    TOLERATED = TOLERATED
     SILENT = WITHOUT_EFFECT
 
     model: Annotated[str, Field(max_length=1024)] | None = None
@@ -357,6 +369,7 @@ class MessageFields(Fields):
         "audio": "only text is supported",
         "images": "only text is supported",
     }
+    TOLERATED = frozenset({"refusal"})
     SILENT = frozenset({"annotations", "id", "cache_control"})
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -375,19 +388,36 @@ class ChosenFunction(Fields):
     name: str
 
 
-class ToolChoice(Fields):
+class ChosenTool(Fields):
     """A tool that must be called."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
+class AllowedTools(Fields):
+    """The tools that may be called, of those that are offered."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[ChosenTool], FAIL_FAST]
+
+
+class ToolChoice(Fields):
+    """A tool that must be called, or the tools that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    function: ChosenFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
 class ConversationFields(Fields):
     """The inputs of a chat template besides messages."""
 
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    reasoning: Annotated[Any, Field(description="OpenRouter's form of reasoning_effort.")] = None
+    thinking: Annotated[Any, Field(description="DeepSeek's form of reasoning_effort.")] = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None

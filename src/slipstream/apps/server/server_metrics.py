@@ -46,13 +46,13 @@ COUNTERS = {
     "slipstream:rounds": "rounds of rows",
     "slipstream:steps": "forwards of the target that a batch shared",
     "slipstream:forced_tokens": "tokens generated that a constraint forced",
-    "slipstream:unknown_fields": "fields of requests that had no effect",
 }
 LABELED = {
     "vllm:request_success": ("finished_reason", "rows that ended by themselves"),
     "vllm:spec_decode_num_accepted_tokens_per_pos": ("position", "draft tokens accepted at each position"),
     "slipstream:drafted_by_source": ("source", "tokens drafted by each drafter"),
     "slipstream:accepted_by_source": ("source", "tokens accepted of each drafter"),
+    "slipstream:ignored_fields": ("field", "fields of requests that had no effect"),
     "slipstream:cancelled": ("when", "requests abandoned before their end"),
     "slipstream:rejected": ("reason", "requests refused because too many waited"),
     "slipstream:replays": ("result", "answers replayed without drafting, and whether they were identical"),

@@ -13,6 +13,20 @@ SEVERAL = "may be given several times"
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
+USUAL_WINDOW = 4096  # tokens, for which a server's times and its queue are meant; they grow with a larger window
+BY_WINDOW = ("max_model_len", "default_max_tokens", "max_queued_tokens", "queue_timeout", "request_timeout")
+REQUEST_SECONDS = 600.0  # that a request may take with the usual window
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a server that depend on its window. Times are in seconds."""
+
+    window: int  # the most tokens of a prompt and its answer
+    default_max_tokens: int
+    max_queued_tokens: int
+    queue_timeout: float
+    request_timeout: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +42,29 @@ class ServerSettings:
     trusted_proxy: tuple[str, ...] = setting(
         (), f"proxy whose X-Forwarded-For names the client: its address, or a network like 10.0.0.0/8; {SEVERAL}"
     )
-    served_model_name: str = setting("", "name of the model in requests; default: the target's")
-    max_model_len: int = setting(4096, "tokens of a prompt and its answer; 0 allows the model's whole context")
-    default_max_tokens: int = setting(1024, "most tokens of a chat answer if the request sets no limit")
+    served_model_name: tuple[str, ...] = setting(
+        (), f"name of the model, the first in answers; default: the target's; {SEVERAL}"
+    )
+    strict: bool = setting(
+        False, "refuse fields without effect, other models' names and answers longer than the room left"
+    )
+    max_model_len: int | None = setting(
+        None, "tokens of a prompt and its answer; 0 is the model's context; default: as much of it as memory allows"
+    )
+    default_max_tokens: int | None = setting(
+        None, "most tokens of a chat answer if the request sets no limit; default: a quarter of --max-model-len"
+    )
     max_queued_requests: int = setting(64, "requests that may wait; more are refused with status 429")
-    max_queued_tokens: int = setting(65536, "prompt tokens that may wait; more are refused with status 429")
+    max_queued_tokens: int | None = setting(
+        None, "prompt tokens that may wait; more are refused with status 429; default: 16 times --max-model-len"
+    )
     max_body_bytes: int = setting(4 << 20, "largest request body; a larger one is refused with status 413")
-    queue_timeout: float = setting(60.0, "seconds a request may wait for its first round")
-    request_timeout: float = setting(600.0, "seconds a request may take in all")
+    queue_timeout: float | None = setting(
+        None, "seconds a request may wait for its first round; default: 60 per 4096 tokens of --max-model-len"
+    )
+    request_timeout: float | None = setting(
+        None, "seconds a request may take in all; default: 600 per 4096 tokens of --max-model-len"
+    )
     keep_alive_timeout: int = setting(75, "seconds that an idle connection stays open for the next request")
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
     no_special_tokens_in_prompts: bool = setting(
@@ -47,6 +76,8 @@ class ServerSettings:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.served_model_name, str):  # as settings in files may have it
+            object.__setattr__(self, "served_model_name", (self.served_model_name,) * bool(self.served_model_name))
         for name, low, high in (
             ("port", 0, 65535),
             ("max_model_len", 0, 1 << 24),
@@ -56,18 +87,19 @@ class ServerSettings:
             ("max_body_bytes", 1024, 1 << 30),
             ("keep_alive_timeout", 1, 1 << 20),
         ):
-            check_whole(name, getattr(self, name), low, high)
+            if getattr(self, name) is not None or name not in BY_WINDOW:
+                check_whole(name, getattr(self, name), low, high)
         for name in ("queue_timeout", "request_timeout", "drain_timeout"):
             value = getattr(self, name)
-            if not is_number(value, 0, 1e6) or not value:
+            if not (value is None and name in BY_WINDOW) and (not is_number(value, 0, 1e6) or not value):
                 raise UsageError(f"{name}={value!r}; allowed: seconds above 0, up to 1e6")
-        for name in ("insecure", "share_learning", "no_special_tokens_in_prompts"):
+        for name in ("insecure", "strict", "share_learning", "no_special_tokens_in_prompts"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: true or false")
-        for name in ("host", "api_key_file", "served_model_name"):
+        for name in ("host", "api_key_file"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a string")
-        for name in ("allowed_host", "allowed_origin", "trusted_proxy"):
+        for name in ("served_model_name", "allowed_host", "allowed_origin", "trusted_proxy"):
             value = getattr(self, name)
             if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
                 raise UsageError(f"{name}={value!r}; allowed: a list of strings")
@@ -92,13 +124,25 @@ class ServerSettings:
             raise UsageError(
                 f"host={self.host!r}; allowed: an address or a name, for example 127.0.0.1; the port goes to --port"
             )
-        if not self.served_model_name.isprintable():
-            raise UsageError(f"served_model_name={self.served_model_name!r}; allowed: printable characters")
+        for name in self.served_model_name:
+            if not name or not name.isprintable():
+                raise UsageError(f"served_model_name={name!r}; allowed: printable characters")
         if not self.is_local and not self.api_key_file and not self.insecure:
             raise UsageError(
                 f"host={self.host!r} without keys lets everyone on the network in; allowed: --api-key-file FILE, "
                 "--host 127.0.0.1, or --insecure"
             )
+
+    def limits(self, window: int) -> Limits:
+        """The limits with a window of this many tokens; those that are not set grow with it."""
+        scale = max(1.0, window / USUAL_WINDOW)
+        return Limits(
+            window,
+            self.default_max_tokens or max(1024, window // 4),
+            self.max_queued_tokens or 16 * max(window, USUAL_WINDOW),
+            self.queue_timeout or 60.0 * scale,
+            self.request_timeout or REQUEST_SECONDS * scale,
+        )
 
     @property
     def is_local(self) -> bool:

@@ -12,11 +12,11 @@ from slipstream.apps.server.answers import AnswerWriter
 from slipstream.apps.server.engine_thread import EngineThread
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Event, Job, LiveRequest, Started
-from slipstream.apps.server.request_reading import count_unknown_fields
-from slipstream.apps.server.request_rows import RowMaker, compiles_slowly, writer_of
-from slipstream.apps.server.schemas import ChatFields, CompletionFields, Fields
+from slipstream.apps.server.request_reading import name_ignored
+from slipstream.apps.server.request_rows import MakeWriter, RowMaker, check_model, compiles_slowly, writer_of
+from slipstream.apps.server.schemas import ChatFields, CompletionFields, DetokenizeFields, Fields, TokenizeFields
 from slipstream.apps.server.server_metrics import EngineStatus, ServerMetrics, StepTotals, add_process_figures
-from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.server_settings import USUAL_WINDOW, ServerSettings
 from slipstream.apps.server.text_pool import TextPool
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
@@ -25,6 +25,7 @@ STALLED_SECONDS = 60.0  # see `Service.is_stalled`
 MAX_SHARES = 4  # all callers together may have this many times `max_queued_requests` waiting
 ENGINE_STOP_SECONDS = 10.0  # that a step under way may take to end
 log = logging.getLogger("slipstream.server")
+HasModel = ChatFields | CompletionFields | TokenizeFields | DetokenizeFields
 State = Literal["loading", "ready", "draining", "ended"]
 
 
@@ -33,6 +34,7 @@ class Admission:
 
     def __init__(self, settings: ServerSettings, metrics: ServerMetrics) -> None:
         self._settings, self._metrics = settings, metrics
+        self.limits = settings.limits(USUAL_WINDOW)  # until the window is known
         self._prompt_tokens: dict[LiveRequest, int] = {}  # of every request that waits
 
     def __len__(self) -> int:
@@ -55,7 +57,7 @@ class Admission:
 
     def add_tokens(self, live: LiveRequest, num_tokens: int) -> None:
         """Count the prompt tokens of a waiting request; refused if too many of its caller's wait already."""
-        others, share = self._share(live.caller, self._settings.max_queued_tokens)
+        others, share = self._share(live.caller, self.limits.max_queued_tokens)
         waiting = sum(self._prompt_tokens[other] for other in others)
         if waiting and waiting + num_tokens > share:
             self._metrics.add("slipstream:rejected", label="tokens")
@@ -92,7 +94,7 @@ class Service:
         self.engine: EngineThread | None = None
         self.admission = Admission(settings, self.metrics)
         self._on_ready, self._on_end = on_ready, on_end
-        self._unknown_fields: set[str] = set()  # those that the log has named
+        self._ignored_fields: set[str] = set()  # those that the log has named
         self._preparing: set[LiveRequest] = set()  # those whose prompts are being rendered
         self._submitted: set[LiveRequest] = set()  # those that the engine knows
         self._timers: dict[LiveRequest, list[asyncio.TimerHandle]] = {}
@@ -105,8 +107,9 @@ class Service:
 
         def loading() -> SpeculativeDecoder:
             decoder = load()
-            self.facts = ModelFacts.of(decoder, self.settings.served_model_name)
+            self.facts = ModelFacts.of(decoder, "".join(self.settings.served_model_name[:1]))
             self.rows = RowMaker.for_decoder(decoder, self.settings)
+            self.limits = self.admission.limits = self.rows.limits
             self._pools = TextPool(decoder.tokenizer), TextPool(decoder.tokenizer)
             return decoder
 
@@ -169,26 +172,46 @@ class Service:
         self._idle.clear()
         self._preparing.add(live)
         late = ApiError(503, "no place became free in time; try again later", code="queue_timeout")
-        too_long = ApiError(408, f"the request took over {self.settings.request_timeout:g} seconds", code="timeout")
+        too_long = ApiError(408, f"the request took over {self.limits.request_timeout:g} seconds", code="timeout")
         loop = asyncio.get_running_loop()
         self._timers[live] = [
-            loop.call_later(self.settings.queue_timeout, self._fail_waiting, live, late),
-            loop.call_later(self.settings.request_timeout, self._fail, live, too_long),
+            loop.call_later(self.limits.queue_timeout, self._fail_waiting, live, late),
+            loop.call_later(self.limits.request_timeout, self._fail, live, too_long),
         ]
         return live
 
-    async def prepare(self, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
+    async def prepare(
+        self, live: LiveRequest, fields: ChatFields | CompletionFields, make_writer: MakeWriter | None = None
+    ) -> AnswerWriter:
         """Render the prompts and make the rows, in a thread next to the engine; nothing is queued yet."""
         self.check_ready()
         assert self._pools is not None
         pool = self._pools[compiles_slowly(fields)]  # quick requests pass those that compile for seconds
-        work = pool.run(lambda tokenizer: writer_of(self.rows, self.facts, live, fields, tokenizer), live.caller)
+        work = pool.run(
+            lambda tokenizer: writer_of(self.rows, self.facts, live, fields, tokenizer, make_writer), live.caller
+        )
         return await live.before_failing(work)
 
-    def count_unknown(self, fields: Fields) -> None:
-        """Log the name of each field without effect once, and count them all."""
-        count = count_unknown_fields(fields, self.facts.tokenizer, self._unknown_fields)
-        self.metrics.add("slipstream:unknown_fields", count)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model; the first is the one in answers."""
+        return self.settings.served_model_name or (self.facts.name,)
+
+    def check_model(self, fields: HasModel) -> None:
+        """Refuse requests for another model; unless the server is strict, it answers them with this one."""
+        try:
+            check_model(self.names, fields.model)
+        except ApiError:
+            if self.settings.strict:
+                raise
+            fields.ignore("model", f"; every name is answered by {self.names[0]!r} unless the server is --strict")
+
+    def count_ignored(self, *requests: Fields | None) -> None:
+        """Log the name of each field without effect once, and count them all. requests: the forms of one request."""
+        for fields in requests:
+            if fields is not None:
+                for name in name_ignored(fields, self.facts.tokenizer, self._ignored_fields):
+                    self.metrics.add("slipstream:ignored_fields", label=name)
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
         """Queue the rows of a request; refused if too many prompt tokens of its caller's wait."""

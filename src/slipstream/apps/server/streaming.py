@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.apps.server import answers
-from slipstream.apps.server.answers import DONE, HEADERS, KEEP_ALIVE, AnswerWriter, encoded, event
+from slipstream.apps.server.answers import HEADERS, AnswerWriter
 from slipstream.apps.server.error_objects import as_api_error
 from slipstream.apps.server.live_request import LiveRequest
 
@@ -56,11 +56,9 @@ class AnswerStream(Response):
     `send` must not need a current task before it waits; see `run_until_blocked`.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, live: LiveRequest, writer: AnswerWriter, on_end: Callable[[], None]) -> None:
-        self.status_code, self.background = 200, None
-        self.init_headers(HEADERS)
+        self.status_code, self.background, self.media_type = 200, None, writer.media_type
+        self.init_headers(HEADERS | writer.headers)
         self._live, self._writer, self._on_end = live, writer, on_end
         self._all_sent = False  # whether the last write ends the answer
         self._slow_send: asyncio.Future[None] | None = None  # waits for a slow client
@@ -147,7 +145,7 @@ class AnswerStream(Response):
             self._over.set_exception(error)
 
     def _take(self) -> bytes:
-        """Unread events as server-sent events, at most `MAX_JOINED_EVENTS`; empty if there are none."""
+        """Unread events as they are sent, at most `MAX_JOINED_EVENTS`; empty if there are none."""
         events: list[bytes] = []
         try:
             for _ in range(MAX_JOINED_EVENTS):
@@ -159,17 +157,17 @@ class AnswerStream(Response):
                 events += [] if closing is None else [self._writer.sent(closing)]
                 self._all_sent = True
         except Exception as error:  # the status has been sent, so the error is an event
-            events.append(event(encoded(as_api_error(error).body)))
+            events.append(self._writer.failure(as_api_error(error)))
             self._all_sent = True
-        return b"".join([*events, DONE] if self._all_sent else events)
+        return b"".join([*events, self._writer.ending] if self._all_sent else events)
 
     def _end_silence(self) -> None:
-        """Send a comment if nothing was sent for long, as while text is withheld; restarts its timer."""
+        """Send a sign of life if nothing was sent for long, as while text is withheld; restarts its timer."""
         remaining = self._last_sent + answers.SILENCE_SECONDS - self._loop.time()
         if remaining <= 0:
             remaining = answers.SILENCE_SECONDS
             if self._slow_send is None and not self._all_sent:
-                self._write(KEEP_ALIVE)
+                self._write(self._writer.keep_alive())
         self._timer = self._loop.call_later(remaining, self._end_silence)
 
 

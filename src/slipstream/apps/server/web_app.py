@@ -11,10 +11,11 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
-from slipstream.apps.server import engine_routes, openai_routes
+from slipstream.apps.server import engine_routes, messages_api, ollama_api, openai_routes, responses_api
 from slipstream.apps.server.access import Access, KeyFile
 from slipstream.apps.server.error_objects import ApiError, add_handlers
 from slipstream.apps.server.openai_routes import answer, service_of
+from slipstream.apps.server.responses_api import ResponseStore
 from slipstream.apps.server.schemas import REFUSALS, ChatCompletion, ChatFields, Completion, CompletionFields, streamed
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
@@ -74,7 +75,8 @@ def _page_answer(http: Request, name: str) -> Response:
 
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-ROUTERS = (openai_routes.router, engine_routes.router, router)
+APIS = (openai_routes, messages_api, responses_api, ollama_api, engine_routes)
+ROUTERS = (*(api.router for api in APIS), router)
 Load = Callable[[], SpeculativeDecoder]
 
 
@@ -101,6 +103,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
         redirect_slashes=False,
         responses=REFUSALS,
     )
+    app.state.responses = ResponseStore()
     add_handlers(app)
 
     @app.post("/v1/chat/completions", responses=streamed(ChatCompletion, "chat.completion.chunk"))

@@ -1,0 +1,234 @@
+"""`slipstream launch`: a coding agent that uses a model on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+import typer
+
+from slipstream.apps.cli.application import command
+from slipstream.apps.cli.consoles import err
+from slipstream.apps.cli.flags import OUTPUT, Models, flags, option
+from slipstream.checks import counted
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean
+from slipstream.models.weights.model_files import EMBEDDED
+
+URL = "http://127.0.0.1:8000"  # where `slipstream serve` listens
+KEY = "SLIPSTREAM_API_KEY"  # the variable with the key of a server that needs one
+NO_KEY = "none"  # what clients send that insist on a key
+ANSWER_SECONDS = 5.0  # that a running server may take to answer
+POLL_SECONDS = 0.2
+ENDING_SECONDS = 10.0  # that a server may take to end
+_open = build_opener(ProxyHandler({})).open  # a proxy cannot reach a server on this machine
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that is ready."""
+
+    url: str
+    model: str
+    window: int  # tokens of a prompt and its answer
+
+    @property
+    def key(self) -> str:
+        return os.environ.get(KEY, NO_KEY)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What makes a client use a server: environment variables, and arguments before the user's."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A coding agent."""
+
+    package: str  # of npm
+    prompt_tokens: int  # of its first request, about
+    settings: Callable[[Served], Settings]
+
+
+def claude_settings(served: Served) -> Settings:
+    """Claude Code: every model that it may ask for is the one that is served, and prompts keep their beginnings."""
+    models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
+    kinds = (f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in ("OPUS", "SONNET", "HAIKU"))
+    return Settings(
+        dict.fromkeys((*models, *kinds), served.model)
+        | {
+            "ANTHROPIC_BASE_URL": served.url,
+            "ANTHROPIC_AUTH_TOKEN": served.key,
+            "ANTHROPIC_API_KEY": "",
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(served.window),
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+            "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        }
+    )
+
+
+def codex_settings(served: Served) -> Settings:
+    """Codex: a provider of its own, by values that replace those of its configuration file."""
+    provider = {"name": "Slipstream", "base_url": f"{served.url}/v1", "wire_api": "responses"}
+    if KEY in os.environ:
+        provider["env_key"] = KEY
+    table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
+    values = {
+        "model_providers.slipstream": f"{{{table}}}",
+        "model_provider": '"slipstream"',
+        "model": json.dumps(served.model),
+        "model_context_window": str(served.window),
+    }
+    return Settings(arguments=[part for name, value in values.items() for part in ("-c", f"{name}={value}")])
+
+
+def opencode_settings(served: Served) -> Settings:
+    """opencode: a configuration in a variable, which is added to its files."""
+    limit = {"context": served.window, "output": served.window // 4}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Slipstream",
+        "options": {"baseURL": f"{served.url}/v1", "apiKey": served.key},
+        "models": {served.model: {"name": served.model, "limit": limit}},
+    }
+    config = {"model": f"slipstream/{served.model}", "provider": {"slipstream": provider}}
+    return Settings({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+CLIENTS = {
+    "claude": Client("@anthropic-ai/claude-code", 19_000, claude_settings),
+    "codex": Client("@openai/codex", 9_000, codex_settings),
+    "opencode": Client("opencode-ai", 7_000, opencode_settings),
+}
+
+
+@command(
+    "launch",
+    "slipstream launch claude --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
+    "slipstream launch codex -- exec 'Explain this repository.'",
+)
+@flags(Models)
+def launch_command(
+    client: Annotated[str, typer.Argument(metavar="CLIENT", help="claude, codex or opencode")],
+    models: Models,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="for the client, after --")] = None,
+    url: Annotated[str, option("Server", "--url", text="a running server to use", metavar="URL")] = URL,
+    shows: Annotated[bool, option(OUTPUT, "--print", text="print the client's settings and do not run it")] = False,
+) -> None:
+    """Run a coding agent with a model on this machine.
+
+    Uses the server at --url if one runs there and no model is named; else starts one, and ends it with the client. The
+    variable SLIPSTREAM_API_KEY holds the key of a server that needs one.
+    """
+    if (known := CLIENTS.get(client)) is None:
+        raise UsageError(f"unknown client {client!r}; allowed: {', '.join(CLIENTS)}{did_you_mean(client, *CLIENTS)}")
+    program = shutil.which(client)
+    if program is None and not shows:
+        raise SlipstreamError(f"{client!r} is not installed; run: npm install -g {known.package}")
+    names_model = models.target != EMBEDDED or models.draft is not None
+    served = None if names_model else found(url.rstrip("/"))
+    with started(models) if served is None else _running(served) as server:
+        if server.window < known.prompt_tokens:
+            err.sentence(
+                f"warning: the first request of {client} has about {counted(known.prompt_tokens, 'token')}, and "
+                f"{server.model} takes {server.window}"
+            )
+        settings = known.settings(server)
+        if shows:
+            for name, value in settings.environment.items():
+                sys.stdout.write(f"{name}={value}\n")
+            sys.stdout.write("".join(f"{argument}\n" for argument in settings.arguments))
+            return
+        code = run(program or client, settings, arguments or ())
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _running(served: Served) -> Iterator[Served]:
+    yield served
+
+
+def found(url: str) -> Served | None:
+    """The server at an address; None if there is none. SlipstreamError if it refuses to say what it serves."""
+    request = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {os.environ.get(KEY, NO_KEY)}"})
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--url {url!r}; allowed: an address like {URL}")
+    try:
+        with _open(request, timeout=ANSWER_SECONDS) as answer:
+            card = json.load(answer)["data"][0]
+            return Served(url, str(card["id"]), int(card["max_model_len"]))
+    except HTTPError as error:
+        if error.code == 503:  # it is loading, or ending
+            return None
+        why = f"needs a key; set {KEY}" if error.code == 401 else f"answered with status {error.code}"
+        raise SlipstreamError(f"the server at {url} {why}") from error
+    except (URLError, OSError):
+        return None
+    except (ValueError, LookupError, TypeError) as error:
+        raise SlipstreamError(f"the server at {url} is not Slipstream's; allowed: --url of another one") from error
+
+
+@contextmanager
+def started(models: Models) -> Iterator[Served]:
+    """A server of these models on a free port, until the block ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    words = ["--target", models.target, "--port", str(port)]
+    words += [] if models.draft is None else ["--draft", models.draft]
+    words += [] if models.config_file is None else ["--config", str(models.config_file)]
+    err.sentence(f"starting a server of {models.target}")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "slipstream", "serve", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,  # Ctrl-C is for the client
+            )
+        try:
+            while (served := found(f"http://127.0.0.1:{port}")) is None:
+                if process.poll() is not None:
+                    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                    raise SlipstreamError("".join(lines[-1:]) or "the server has ended")
+                time.sleep(POLL_SECONDS)
+            yield served
+        finally:
+            process.terminate()
+            try:
+                process.wait(ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def run(program: str, settings: Settings, arguments: Sequence[str]) -> int:
+    """Run a client with its settings, and return its exit code; Ctrl-C reaches the client alone."""
+    environment: dict[str, Any] = dict(os.environ) | settings.environment
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        code = subprocess.run([program, *settings.arguments, *arguments], env=environment, check=False).returncode
+    except OSError as error:
+        raise SlipstreamError(f"{program!r} cannot be run: {error.strerror}") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,101 @@
+"""`slipstream launch` runs a coding agent with a server's settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import SlipstreamError
+from slipstream.apps.cli import launch
+from slipstream.apps.cli.launch import CLIENTS, Served, found
+from tests.support.command_line import run
+from tests.support.running_server import RunningServer, running_server
+
+SERVED = Served("http://127.0.0.1:1", "tiny", 32768)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Programs named like the clients, which write their arguments and variables to a file."""
+    told = "json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['TOLD'], 'w'))"
+    script = f"import json, os, sys\n{told}\nsys.exit(3)\n"
+    for name in CLIENTS:
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{script}")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
+    return tmp_path / "told"
+
+
+def launched(server: RunningServer, *words: str, told: Path, capsys: Any, monkeypatch: Any) -> Any:
+    code, _, errors = run(capsys, monkeypatch, "launch", *words, "--url", server.url)
+    assert code == 3, errors
+    return json.loads(told.read_text())
+
+
+def test_each_client_gets_the_address_the_model_and_the_window(
+    programs: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(served_model_name="tiny", max_model_len=None) as server:
+        tools = {"told": programs, "capsys": capsys, "monkeypatch": monkeypatch}
+        words, variables = launched(server, "claude", "--", "-p", "hi", **tools)
+        assert words == ["-p", "hi"] and variables["ANTHROPIC_BASE_URL"] == server.url
+        assert {variables[name] for name in variables if name.endswith("_MODEL")} == {"tiny"}
+        assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "32768" and variables["ANTHROPIC_API_KEY"] == ""
+        words, _ = launched(server, "codex", "--", "exec", "hi", **tools)
+        assert words[-2:] == ["exec", "hi"] and "model_context_window=32768" in words
+        assert any(f'base_url = "{server.url}/v1"' in word and 'wire_api = "responses"' in word for word in words)
+        _, variables = launched(server, "opencode", **tools)
+        config = json.loads(variables["OPENCODE_CONFIG_CONTENT"])
+        assert config["model"] == "slipstream/tiny" and config["provider"]["slipstream"]["models"]["tiny"]["limit"]
+
+
+def test_settings_are_printed_without_running_the_client(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_server(served_model_name="tiny") as server:
+        code, printed, errors = run(capsys, monkeypatch, "launch", "claude", "--print", "--url", server.url)
+        assert code == 0 and f"ANTHROPIC_BASE_URL={server.url}" in printed.splitlines()
+        assert "the first request of claude has about 19000 tokens, and tiny takes 4096" in errors
+
+
+def test_a_key_comes_from_a_variable_and_is_no_argument(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text("ann:secret-key\n")
+    with running_server(api_key_file=str(tmp_path / "keys")) as server:
+        with pytest.raises(SlipstreamError, match="needs a key; set SLIPSTREAM_API_KEY"):
+            found(server.url)
+        monkeypatch.setenv(launch.KEY, "secret-key")
+        served = found(server.url)
+        assert served is not None and served.model == "toy"
+        settings = launch.codex_settings(served)
+        assert (
+            "secret-key" not in "".join(settings.arguments)
+            and 'env_key = "SLIPSTREAM_API_KEY"' in settings.arguments[1]
+        )
+
+
+def test_wrong_clients_are_refused_and_missing_ones_explained(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, _, errors = run(capsys, monkeypatch, "launch", "claud")
+    assert code == 2 and "unknown client 'claud'; allowed: claude, codex, opencode; did you mean 'claude'?" in errors
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, errors = run(capsys, monkeypatch, "launch", "codex")
+    assert code == 1 and "'codex' is not installed; run: npm install -g @openai/codex" in errors
+
+
+@pytest.mark.slow
+def test_a_server_is_started_and_ends_with_the_client(
+    programs: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, errors = run(capsys, monkeypatch, "launch", "claude", "--model", "toy")
+    assert code == 3, errors
+    _, variables = json.loads(programs.read_text())
+    assert variables["ANTHROPIC_MODEL"] == "toy" and found(variables["ANTHROPIC_BASE_URL"]) is None
+    code, _, errors = run(capsys, monkeypatch, "launch", "claude", "--model", "toy:99")
+    assert code == 1 and "model 'toy:99'" in errors

@@ -1,0 +1,205 @@
+"""Anthropic's Messages: whole, streamed and counted, with their own errors and headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slipstream import SpeculativeDecoder
+from slipstream.apps.server.answers import AnswerMessage, AnswerPart, PartReader
+from slipstream.apps.server.messages_api import CountedFields, conversation
+from slipstream.tokenization.tokenizer import ToolCall
+from tests.support import tiny_models
+from tests.support.chat_templates import TEMPLATES
+from tests.support.markers import subcases
+from tests.support.running_server import ARGUMENTS, RunningServer, running_server
+
+PATH = "/v1/messages"
+BODY: dict[str, Any] = {
+    "model": "claude-opus-4-8",
+    "max_tokens": 30,
+    "temperature": 0,
+    "messages": [{"role": "user", "content": "the cat sat on the mat"}],
+}
+TOOLS = [{"name": "measure", "description": "what it does", "input_schema": ARGUMENTS}]
+PARTS = [
+    AnswerPart("thought", "Let me "),
+    AnswerPart("thought", "think."),
+    AnswerPart("text", "I look."),
+    AnswerPart("call", call=ToolCall("measure", '{"x": 1}')),
+    AnswerPart("call", call=ToolCall("measure", "{}")),
+]
+
+
+def with_parts(patch: pytest.MonkeyPatch) -> None:
+    """Make every answer one of thoughts, text and calls."""
+    patch.setattr(PartReader, "feed", lambda reader, piece: [])
+    patch.setattr(PartReader, "end", lambda reader, choice: list(PARTS))
+    calls = tuple(part.call for part in PARTS if part.call is not None)
+    message = AnswerMessage("Let me think.", "I look.", calls)
+    patch.setattr(PartReader, "message", lambda reader, choice: message)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    inner = tiny_models.byte_tokenizer(TEMPLATES["no tools"])
+    model = tiny_models.fresh("llama", vocab_size=len(inner), max_position_embeddings=4096, eos_token_id=1)
+    settings: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 4, "acceptance": "match"}
+    with running_server(
+        lambda: SpeculativeDecoder(model, tokenizer=inner, **settings), served_model_name="tiny"
+    ) as running:
+        yield running
+
+
+def events(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with server.http.stream("POST", f"{PATH}?beta=true", json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["request-id"].startswith("req_")
+        lines = [line for line in answer.iter_lines() if line]
+    pairs = list(zip(lines[::2], lines[1::2], strict=True))
+    data = [json.loads(second.removeprefix("data: ")) for _, second in pairs]
+    assert [first for first, _ in pairs] == [f"event: {item['type']}" for item in data]
+    return data
+
+
+def test_a_stream_is_the_whole_answer(server: RunningServer) -> None:
+    whole = server.http.post(PATH, json=BODY)
+    assert whole.headers["request-id"].startswith("req_")
+    message = whole.json()
+    text = message["content"][0]["text"]
+    assert message["type"] == "message" and message["role"] == "assistant" and message["model"] == "tiny"
+    assert message["stop_reason"] == "max_tokens" and message["stop_sequence"] is None
+    data = events(server, BODY)
+    names = [item["type"] for item in data]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert data[1]["content_block"] == {"type": "text", "text": ""}
+    assert "".join(item["delta"]["text"] for item in data[2:-3]) == text
+    start, final = data[0]["message"], data[-2]
+    assert start["content"] == [] and start["stop_reason"] is None and start["usage"]["output_tokens"] == 0
+    assert final["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert final["usage"]["output_tokens"] == message["usage"]["output_tokens"] == 30
+    assert final["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    assert "per_step_accepted" not in message["metrics"]["speculative_decoding"]
+    detailed = server.http.post(PATH, json=BODY | {"slipstream": {"rounds": True}}).json()["metrics"]
+    assert sum(detailed["speculative_decoding"]["per_step_drafted"]) > 0
+
+
+def test_cached_prompt_tokens_are_counted_apart(server: RunningServer) -> None:
+    question = [{"role": "user", "content": "a heron stands by the river"}]
+    usages = [server.http.post(PATH, json=BODY | {"messages": question}).json()["usage"] for _ in range(2)]
+    count = server.http.post(f"{PATH}/count_tokens", json={"messages": question}).json()["input_tokens"]
+    totals = [usage["input_tokens"] + usage["cache_read_input_tokens"] for usage in usages]
+    assert totals == [count, count] and usages[1]["cache_read_input_tokens"] > usages[0]["cache_read_input_tokens"]
+    assert usages[1]["cache_creation_input_tokens"] == 0
+
+
+def test_tools_and_system_texts_are_counted(server: RunningServer) -> None:
+    def count(**fields: Any) -> int:
+        body = {"model": "m", "messages": BODY["messages"]} | fields
+        return int(server.http.post(f"{PATH}/count_tokens?beta=true", json=body).json()["input_tokens"])
+
+    assert count() < count(system="Be brief.") < count(system="Be brief.", tools=TOOLS)
+    billed = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=1;"},
+        {"type": "text", "text": "Be brief."},
+    ]
+    assert count(system=billed) == count(system="Be brief.")
+
+
+def test_a_stop_sequence_is_named(server: RunningServer) -> None:
+    text = server.http.post(PATH, json=BODY).json()["content"][0]["text"]
+    stop = text[4:6]
+    message = server.http.post(PATH, json=BODY | {"stop_sequences": ["zz" * 9, stop]}).json()
+    assert message["stop_reason"] == "stop_sequence" and message["stop_sequence"] == stop
+    assert stop not in message["content"][0]["text"]
+
+
+def test_a_forced_call_is_a_tool_use_block(server: RunningServer) -> None:
+    body = BODY | {"tools": TOOLS, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 300}
+    message = server.http.post(PATH, json=body).json()
+    (block,) = message["content"]
+    assert block["type"] == "tool_use" and block["name"] == "measure" and set(block["input"]) == {"x", "unit"}
+    assert block["id"].startswith("toolu_") and message["stop_reason"] == "tool_use"
+    data = events(server, body)
+    (begun,) = [item["content_block"] for item in data if item["type"] == "content_block_start"]
+    assert begun["input"] == {} and begun["name"] == "measure"
+    (delta,) = [item["delta"] for item in data if item["type"] == "content_block_delta"]
+    assert json.loads(delta["partial_json"]) == block["input"]
+
+
+def test_thoughts_text_and_calls_are_blocks_one_after_the_other(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_parts(monkeypatch)
+    content = server.http.post(PATH, json=BODY).json()["content"]
+    assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert content[0] == {"type": "thinking", "thinking": "Let me think.", "signature": ""}
+    assert [block["input"] for block in content[2:]] == [{"x": 1}, {}] and content[2]["id"] != content[3]["id"]
+    data = [item for item in events(server, BODY) if item["type"].startswith("content_block")]
+    assert [item["index"] for item in data] == [0] * 4 + [1] * 3 + [2] * 3 + [3] * 3
+    deltas = [item["delta"] for item in data if item["type"] == "content_block_delta"]
+    assert [delta["type"] for delta in deltas] == [
+        *("thinking_delta", "thinking_delta", "text_delta", "input_json_delta", "input_json_delta")
+    ]
+
+
+def test_results_come_before_the_text_next_to_them() -> None:
+    blocks = [
+        {"type": "text", "text": "and now?"},
+        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "seen"}, {"type": "image"}]},
+        {"type": "tool_result", "tool_use_id": "b", "content": "heard", "is_error": True, "cache_control": {}},
+    ]
+    made = [
+        {"type": "thinking", "thinking": "hm", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "tool_use", "id": "a", "name": "look", "input": {"x": 1}},
+    ]
+    body = {"messages": [{"role": "assistant", "content": made}, {"role": "user", "content": blocks}]}
+    fields = CountedFields.model_validate(body)
+    chat = conversation(fields)
+    assert [message.role for message in chat.messages] == ["assistant", "tool", "tool", "user"]
+    assert chat.messages[0].extra["reasoning_content"] == "hm"
+    only_results = CountedFields.model_validate({"messages": [{"role": "user", "content": blocks[1:]}]})
+    assert [message.role for message in conversation(only_results).messages] == ["tool", "tool"]
+    assert list(fields.ignored) == ["messages.0.content.1.redacted_thinking"]
+
+
+@subcases(
+    "fields, status, kind, why",
+    [
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens is missing"),
+        ({"messages": []}, 400, "invalid_request_error", "messages: an empty list"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "invalid_request_error", None),
+        ({"messages": [{"role": "user", "content": "x" * 90_000}]}, 400, "invalid_request_error", None),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image_url'"),
+        ({"output_config": {"format": {"type": "xml"}}}, 400, "invalid_request_error", "output_config.format"),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "tool_choice"),
+    ],
+)
+def test_errors_have_anthropics_form(
+    server: RunningServer, fields: dict[str, Any], status: int, kind: str, why: str | None
+) -> None:
+    body = {name: value for name, value in (BODY | fields).items() if value is not None}
+    answer = server.http.post(PATH, json=body)
+    error = answer.json()
+    assert answer.status_code == status and error["type"] == "error" and error["error"]["type"] == kind, error
+    if why is None:  # the words by which Claude Code knows that it must shorten the conversation
+        words = error["error"]["message"].split()
+        assert words[:4] == ["prompt", "is", "too", "long:"] and int(words[4]) > int(words[7]) == 4096
+    else:
+        assert why in error["error"]["message"]
+
+
+def test_unknown_addresses_and_keys_have_anthropics_form(tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("ann:secret-key\n")
+    with running_server(api_key_file=str(tmp_path / "keys"), strict=True) as server:
+        error = server.http.post(PATH, json=BODY).json()
+        assert error["type"] == "error" and error["error"]["type"] == "authentication_error"
+        headers = {"x-api-key": "secret-key", "authorization": "Bearer wrong"}
+        answer = server.http.post(PATH, json=BODY, headers=headers)
+        assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
+        assert server.http.get("/v1/messages/none", headers=headers).json()["type"] == "error"
