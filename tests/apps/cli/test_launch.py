@@ -33,7 +33,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launched(server: RunningServer, *words: str, told: Path, capsys: Any, monkeypatch: Any) -> Any:
-    code, _, errors = run(capsys, monkeypatch, "launch", *words, "--url", server.url)
+    code, _, errors = run(capsys, monkeypatch, "launch", "--url", server.url, *words)
     assert code == 3, errors
     return json.loads(told.read_text())
 

@@ -97,7 +97,8 @@ def test_every_route_but_the_listed_ones_needs_a_key(server: RunningServer) -> N
             is_open = path in OPEN or path.startswith(PAGE)
             assert (answer.status_code == 401) is not is_open, (method, path, answer.status_code)
             if not is_open and method != "HEAD":
-                assert answer.json()["error"]["type"] == "authentication_error"
+                error = answer.json()["error"]  # of Ollama's API, a string
+                assert isinstance(error, str) or error["type"] == "authentication_error"
 
 
 def test_routes_without_a_key_say_nothing_about_the_model(server: RunningServer) -> None:
@@ -167,7 +168,6 @@ def test_a_key_must_be_sent_once_and_as_a_bearer_token(server: RunningServer) ->
         ("GET", "/v1/models", f"ann:{KEY}", None, "/v1/models", 401, "none", "no valid API key"),
         ("GET", "/no%0awhere", KEY, None, "/no%0Awhere", 404, '"ann"', "GET "),
         ("GET", TEXTS, KEY, None, TEXTS, 405, '"ann"', "GET '"),
-        ("POST", TEXTS, KEY, {"prompt": "x", "model": "gpt"}, TEXTS, 404, '"ann"', "model"),
         ("POST", TEXTS, OTHER, {"prompt": "my secret"} | HOT, TEXTS, 400, "unnamed", "temperature"),
         ("POST", TEXTS, KEY, b"{", TEXTS, 400, '"ann"', "the request body is not valid"),
         ("GET", "/v1/models", None, None, "/v1/models", 403, "none", "host 'evil.example'"),
@@ -204,7 +204,7 @@ def test_the_line_of_a_request_that_was_under_way_names_the_key(
     server.http.post(TEXTS, headers=bearer(KEY), json={"prompt": "x", "max_tokens": 3})
     (line,) = logged(caplog)
     assert ' status=200 key="ann" rows=1 prompt_tokens=1 tokens=3 ' in line and "reason" not in line
-    answer = server.http.post(TEXTS, headers=bearer(KEY), json={"prompt": "x", "max_tokens": 9999})
+    answer = server.http.post(TEXTS, headers=bearer(KEY), json={"prompt": "x" * 5000, "max_tokens": 3})
     (line,) = logged(caplog)
     assert ' status=400 key="ann" rows=0 ' in line
     assert json.loads(line.partition(" reason=")[2]) == answer.json()["error"]["message"]

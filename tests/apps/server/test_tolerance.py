@@ -64,6 +64,7 @@ def test_fields_without_effect_are_counted_and_named_once(
 ) -> None:
     names = ["messages.reasoning_content"] if names is None else names
     before = ignored(server)
+    caplog.clear()
     caplog.set_level(logging.WARNING, "slipstream.server")
     for _ in range(2):
         assert asked(server, **fields).status_code == 200
@@ -187,5 +188,5 @@ def test_the_window_is_the_models_unless_memory_is_short(monkeypatch: pytest.Mon
     decoder.target.backend.max_length = 1 << 17
     monkeypatch.setattr("slipstream.apps.server.request_rows.memory_bytes", lambda: 4 * 9 * per_token * 10_000)
     assert window_of(decoder, None) == 10_000 // 256 * 256
-    monkeypatch.setattr("slipstream.apps.server.request_rows.memory_bytes", lambda: 1)
+    monkeypatch.setattr("slipstream.apps.server.request_rows.memory_bytes", lambda: 1000)
     assert window_of(decoder, None) == 4096

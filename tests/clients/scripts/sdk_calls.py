@@ -14,7 +14,7 @@ import ollama
 url, model, question, schema = *sys.argv[1:4], json.loads(sys.argv[4])
 asked = {"model": model, "messages": [{"role": "user", "content": question}]}
 client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-options = {**asked, "max_tokens": 30, "temperature": 0}
+options = {**asked, "max_tokens": 30, "extra_body": {"temperature": 0}}
 whole = client.messages.create(**options)
 with client.messages.stream(**options) as stream:
     streamed = "".join(stream.text_stream)

@@ -69,7 +69,7 @@ class ApiError(Exception):
 
     def body(self, path: str = "", request_id: str = "") -> dict[str, Any]:
         """The error object of an address. request_id: for those that name it."""
-        if path.startswith(OLLAMA):
+        if path.startswith(OLLAMA) and not path.startswith(f"{OLLAMA}v1/"):  # else a mistaken address of OpenAI's
             return {"error": self.message}
         if path.startswith(MESSAGES):
             kind = ANTHROPIC_TYPES.get(
