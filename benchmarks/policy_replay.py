@@ -22,7 +22,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, log
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +47,7 @@ from slipstream.draft_length.planner import STEPS, Planner, awaited_together
 from slipstream.draft_length.policies import Fixed, Heuristic
 from slipstream.drafters import Setup, sources, traits
 from slipstream.errors import UsageError
+from slipstream.reproducibility.expert_reads import PRIOR, ExpertReads
 from slipstream.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -111,6 +112,7 @@ def costs_of(table: Mapping[str, Any]) -> CostModel:
         int(table["max_batch_size"]),
         steps,
         table["token"],
+        ExpertReads(**table["experts"]) if "experts" in table else None,
     )
 
 
@@ -160,6 +162,13 @@ class RecordedTarget(RecordedModel):
 
     table = SimpleNamespace(longest_short=None, longest_draft=lambda rows: LONGEST)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reads, self._distinct = self.recording.costs.experts, 0.0
+        self.experts = reads and SimpleNamespace(
+            layers=1, count=reads.count, used=reads.used, num_read=lambda: self._distinct
+        )
+
     def prefill(self, rows: Sequence[Row], *, logits: bool = False) -> Tensor | None:
         """Logits of the first token of new rows."""
         return self._logits([self._text(row)[:1] for row in rows]) if logits else None
@@ -201,6 +210,8 @@ class RecordedTarget(RecordedModel):
 
     def _verify(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         seconds = self.recording.costs.verify(len(rows), max(lengths), sum(lengths))
+        if (reads := self.recording.costs.experts) is not None:
+            self._distinct += reads.expected(len(rows), len(rows) + sum(lengths))
         self.take(1e3 * seconds + self.recording.overhead)
 
     def _text(self, row: Row) -> list[int]:
@@ -371,6 +382,7 @@ def cost_model_of(costs: CostModel, off: float = 0.0, seed: int = 0) -> CostMode
         costs.max_batch_size,
         {} if not any(costs.steps.values()) else measured(costs.steps),
         (costs.token or 0.0) * exp(noise.gauss(0, off)) or None,
+        costs.experts and replace(costs.experts, exponent=PRIOR),
     )
 
 

@@ -18,6 +18,7 @@ from slipstream.core.rounds import Round
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.policies import Fixed
 from slipstream.errors import UsageError
+from slipstream.reproducibility.expert_reads import ExpertReads
 from tests.support.command_line import run_main
 
 pytestmark = pytest.mark.slow
@@ -25,10 +26,14 @@ pytestmark = pytest.mark.slow
 STEPS = 6
 
 
-def costs(column: float = 1.0, step: float = 5.0) -> CostModel:
-    """A forward of one token takes 20 ms, each further one `column`, a step of the draft model `step`; rows padded."""
+def costs(column: float = 1.0, step: float = 5.0, experts: ExpertReads | None = None) -> CostModel:
+    """A forward of one token takes 20 ms, each further one `column`, a step of the draft model `step`; rows padded.
+
+    experts: of a mixture, whose forwards take as much longer as these take.
+    """
     forwards = {tokens: 20 + column * (tokens - 1) for tokens in range(1, 300)}
-    return CostModel(measured=forwards, together=forwards, max_batch_size=8, steps={1: step, 8: step})
+    steps = {1: step, 8: step}
+    return CostModel(measured=forwards, together=forwards, max_batch_size=8, steps=steps, experts=experts)
 
 
 def texts(accepted: float, count: int = 12, length: int = 80, seed: int = 0) -> list[dict[str, Any]]:
@@ -112,11 +117,13 @@ def test_auto_lengths_adapt_when_a_text_begins_and_ends_a_quotation(column: floa
     assert len(quoting) < 30
 
 
+@pytest.mark.parametrize("is_mixture", [False, True])
 def test_a_recording_is_replayed_with_every_setting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_mixture: bool
 ) -> None:
     records = [record | {"family": name} for record, name in zip(texts(0.8, 3, 30), "aab", strict=True)]
-    table = {"widths": [], "alone": [], "totals": [], **table_of(costs()), "token": 0.1}
+    measured = table_of(costs(experts=ExpertReads(64, 8, 0.5) if is_mixture else None))
+    table = {"widths": [], "alone": [], "totals": [], **measured, "token": 0.1}
     header = {"costs": table, "search": 0.1, "overhead": 0.5, "trees": False}
     file = tmp_path / "record.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in [header, *records]))

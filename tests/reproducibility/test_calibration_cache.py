@@ -21,6 +21,7 @@ from slipstream.models.loaded import Loaded
 from slipstream.reproducibility import calibration_cache
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import remembered
+from slipstream.reproducibility.expert_reads import ExpertReads
 from slipstream.reproducibility.shape_trials import ATTENDED_UNITS, WIDTHS
 from tests.support.rounding_backends import BATCH, ReadsLess, RoundingBackend, widths_without
 from tests.support.tiny_models import fresh
@@ -38,6 +39,10 @@ def test_a_calibration_is_remembered_by_fingerprint(tmp_path: Path, monkeypatch:
     assert remembered(_loaded(same_model), BATCH) == first_calibration and same_model.shapes == []
     assert remembered(_loaded(other_model, "two"), BATCH).widths == widths_without(6) and other_model.shapes
     assert len(list((tmp_path / "calibration").iterdir())) == 2
+    (file, _) = sorted((tmp_path / "calibration").iterdir())
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {"experts": MIXTURE}))  # as of a mixture
+    models = (remembered(_loaded(same_model, name), BATCH).experts for name in ("one", "two"))
+    assert sum(experts == ExpertReads(64, 8, 0.5) for experts in models) == 1
     short = remembered(_loaded(ReadsLess((128,)), "three"), BATCH)
     assert short.attended_lengths and remembered(_loaded(same_model, "three"), BATCH) == short
 
@@ -100,12 +105,15 @@ def test_other_environment_variables_do_not_change_the_identity(monkeypatch: pyt
     assert calibration_cache._identity(loaded) == before
 
 
+MIXTURE = {"count": 64, "used": 8, "milliseconds": 0.5, "exponent": 0.85}
 # valid JSON, but impossible values of a calibration
 DAMAGED = [
     *({"widths": sizes} for sizes in ([0], [-4], ["4"], [1e999], [1 << 40], [True], {"4": 1}, 4, None)),
     *({"attended_unit": unit} for unit in (0, -256, 0.5, None)),
     *({"milliseconds": times} for times in (3, {"4": 0.0}, {"4": -1.0}, {"4": float("nan")}, {"4": "1"}, {"x": 1.0})),
     {"totals": {"8": 1e999}},
+    *({"experts": MIXTURE | wrong} for wrong in ({"count": 8}, {"used": 0}, {"milliseconds": -1.0}, {"exponent": "1"})),
+    {"experts": 8},
 ]
 
 

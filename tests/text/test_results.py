@@ -68,6 +68,13 @@ def test_the_time_of_a_step_is_counted_once_for_all_its_rows() -> None:
     assert stats.block_efficiency == pytest.approx(2.0)  # per round of a row, not per step
 
 
+def test_experts_are_averaged_over_the_forwards_that_counted_them() -> None:
+    assert Stats.of(ROUNDS).experts_per_round is None and Stats.of(ROUNDS).to_dict()["experts_per_round"] is None
+    read = ((0, None), (1, 8.0), (1, 8.0), (2, 12.5))  # step 0 reads the prompt, two rows share step 1
+    rounds = [replace(make_round(0, 0, 1, rejected=False, step=step), experts_read=count) for step, count in read]
+    assert Stats.of(rounds).to_dict()["experts_per_round"] == pytest.approx(10.25)
+
+
 def test_statistics_of_rows_add_up_to_those_of_the_batch() -> None:
     rows = [[make_round(4, row, row + 1, rejected=True, step=step, row=row) for step in range(3)] for row in range(4)]
     whole = Stats.of(round for row in rows for round in row)

@@ -10,7 +10,7 @@ or from the roofline of a machine. Every row drafts the same number of tokens, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from slipstream.core.limits import MAX_DRAFT_TOKENS
@@ -140,4 +140,5 @@ def roofline(target_params: float, draft_params: float, bandwidth: float, flops:
 
 def table_of(costs: CostModel) -> dict[str, Any]:
     """The measured milliseconds, for JSON."""
-    return {name: getattr(costs, name) for name in ("measured", "together", "max_batch_size", "steps", "token")}
+    table = {name: getattr(costs, name) for name in ("measured", "together", "max_batch_size", "steps", "token")}
+    return table if costs.experts is None else table | {"experts": asdict(costs.experts)}

@@ -279,6 +279,35 @@ class LongTexts(Protocol):
         """Called before forwards of a slot. is_long: its text is a long one."""
 
 
+class Experts(Protocol):
+    """The experts of a mixture: each of its `layers` has `count`, and a token uses `used` of them."""
+
+    layers: int
+    count: int
+    used: int
+
+    def num_read(self) -> int:
+        """Experts that forwards have read so far: of all layers, each once per forward that uses it."""
+
+    def force(self, choice: Tensor | None) -> None:
+        """Use these experts [T, used] in all layers of forwards of T tokens; None: those that the routers choose."""
+
+
+@runtime_checkable
+class MixtureOfExperts(Protocol):
+    """Optional capability of a backend: it counts the experts that its forwards read.
+
+    experts: None for a dense model.
+    """
+
+    experts: Experts | None
+
+
+def counted_experts(backend: Backend) -> Experts | None:
+    """The experts of a backend that counts what its forwards read of them."""
+    return backend.experts if isinstance(backend, MixtureOfExperts) else None
+
+
 def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) -> None:
     """Set how much of the cache attention reads: a multiple of `unit`, or one of `lengths` if the backend can."""
     backend.attended_unit = unit

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import Rule, accept, rule_for
-from slipstream.core.interfaces import Grammar, Observer, Policy, Sampler, Source
+from slipstream.core.interfaces import Grammar, Observer, Policy, Sampler, Source, counted_experts
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Race
 from slipstream.core.rounds import PREDICTION, Round, RowDraft, Seconds, TokenLogprobs, token_logprobs
@@ -49,6 +49,7 @@ class Engine:
     def __post_init__(self) -> None:
         backend = self.target.backend
         self._race = self.make_race(backend.vocab_size, backend.device)
+        self._experts = counted_experts(backend)
         drafters = [source.drafter for source in self.sources]
         self._observers = [drafter for drafter in drafters if isinstance(drafter, Observer)]
 
@@ -65,11 +66,13 @@ class Engine:
         if read_ahead is not None:
             read_ahead()
         prefilled = drafted = verified = self.now()
+        experts_read: float | None = None
         if prompt_logits is not None:
             draft = Draft.empty(len(rows), prompt_logits.device)
             verdict = self._accept(batch, draft, prompt_logits)
         else:
             draft = self._draft(batch)
+            read_before = 0 if self._experts is None else self._experts.num_read()
             drafted = self.now()
             if batch.is_greedy and draft.parents is None and rule_for(self.acceptance, draft).distributions is None:
                 verdict = self.target.verify_greedy(rows, draft.tokens, draft.lengths)  # the argmax alone decides
@@ -81,7 +84,9 @@ class Engine:
                     logits = self.target.score_tree(rows, draft)
                 verified = self.now()
                 verdict = self._accept(batch, draft, logits)
-        rounds = batch.commit(draft, verdict, Times(started, prefilled, drafted, verified))
+            if self._experts is not None:
+                experts_read = (self._experts.num_read() - read_before) / self._experts.layers
+        rounds = batch.commit(draft, verdict, Times(started, prefilled, drafted, verified), experts_read)
         self.policy.observe(rows)
         return rounds
 
@@ -215,7 +220,7 @@ class Batch:
         # nothing but the argmax of each position is needed of the logits, if the rule takes the target's own choice
         self.is_greedy = self.sampler.plain and not self.is_observed and not self.wants_logprobs
 
-    def commit(self, draft: Draft, verdict: Verdict, times: Times) -> list[Round]:
+    def commit(self, draft: Draft, verdict: Verdict, times: Times, experts_read: float | None = None) -> list[Round]:
         """Append what was accepted and the next token to each row, cut at its end. Waits for the device, once."""
         outcomes, step = RowOutcome.read(draft, verdict), next(STEPS)
         accepted = self.now()
@@ -255,6 +260,7 @@ class Batch:
                     parents=outcome.parents,
                     path=None if path is None else path[: len(tokens)],
                     num_prediction_tokens=predicted if row.prediction else None,
+                    experts_read=experts_read,
                 )
             )
         return [row.rounds[-1] for row in self.rows]

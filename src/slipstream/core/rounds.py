@@ -85,6 +85,9 @@ class Round:
     parents: tuple[int, ...] | None = None
     path: tuple[int, ...] | None = None  # of a tree: the numbers of the accepted draft tokens
     num_prediction_tokens: int | None = None  # drafted from the request's prediction; None if it has none
+    # distinct experts that the step's forward read in a layer, on average over the layers; None for a dense model, and
+    # where the token comes from reading the prompt
+    experts_read: float | None = None
 
     @property
     def forced(self) -> tuple[int, int]:

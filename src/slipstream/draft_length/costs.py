@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, log
 from statistics import median
 
@@ -15,6 +15,7 @@ from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import Yield
 from slipstream.reproducibility.calibration import Calibration
+from slipstream.reproducibility.expert_reads import ExpertReads
 from slipstream.reproducibility.timing import DraftTimes
 
 # a surprise: the logarithm of measured over predicted seconds, from -0.4 to 0.4
@@ -43,6 +44,9 @@ class CostModel:
 
     seconds(forward) = calibrated(shape) * correction(shape) * machine_speed; the last two are learned from every round,
     so that a shape last seen while the machine was busy does not look expensive for that.
+
+    Of a mixture, calibrated(shape) is a base and the time of the distinct experts that the shape is expected to read. A
+    round is compared with those that it did read, so that unusual choices of routers are not taken for a slow machine.
     """
 
     pad: Callable[[int, int], int] = lambda width, rows: width  # (tokens per row, rows) -> width of their forward
@@ -54,6 +58,7 @@ class CostModel:
     max_batch_size: int = 1
     steps: Mapping[int, float] = field(default_factory=dict)  # a step of the draft model, by rows
     token: float | None = None  # a token that the draft model reads
+    experts: ExpertReads | None = None  # of a mixture, of which `measured` and `together` are the base
     timed: bool = True  # the clock measures the parts of a round; on a GPU only the total
     _corrections: dict[tuple[int, int], float] = field(default_factory=dict)  # logarithms, by shape
     _speed: float | None = None  # logarithm of seconds per calibrated millisecond; None before the first round
@@ -72,14 +77,20 @@ class CostModel:
         cls, target: Session, calibration: Calibration | None, times: DraftTimes, max_batch_size: int
     ) -> CostModel:
         """The table that a calibration has measured, if there is one, with nothing learned yet."""
+        measured = {} if calibration is None else calibration.milliseconds
+        together = {} if calibration is None else calibration.totals
+        experts = None if calibration is None or calibration.experts is None else replace(calibration.experts)
+        if experts is not None:
+            measured, together = experts.left_out(measured), experts.left_out(together)
         return cls(
             pad=target.shapes.width_for,
             ragged=target.num_tokens,
-            measured={} if calibration is None else calibration.milliseconds,
-            together={} if calibration is None else calibration.totals,
+            measured=measured,
+            together=together,
             max_batch_size=max_batch_size,
             steps=times.steps,
             token=times.token,
+            experts=experts,
             timed=target.backend.device.type == "cpu",
         )
 
@@ -108,7 +119,11 @@ class CostModel:
             verifying = total / (1 + STEP * steps) if is_first else self.verify(count, longest, drafted)
             verifying = min(verifying, total) if steps else total
             drafting = total - verifying
-        self._learn_forward(*self._forward(count, longest, drafted), verifying)
+        shape, calibrated = self._forward(count, longest, drafted)
+        calibrated += self._expert_milliseconds(shape, first.experts_read)
+        if self.experts is not None and first.experts_read is not None:
+            self.experts.learn(*shape, first.experts_read)
+        self._learn_forward(shape, calibrated, verifying)
         if steps:
             self._drafting.setdefault(count, deque(maxlen=9)).append((steps, drafting))
             self._draft_seconds.clear()
@@ -130,6 +145,7 @@ class CostModel:
         key = rows, longest, rows * longest if drafted is None else drafted
         if key not in self._verify_seconds:
             shape, calibrated = self._forward(*key)
+            calibrated += self._expert_milliseconds(shape)
             self._verify_seconds[key] = self._seconds(calibrated) * exp(self._corrections.get(shape, 0.0))
         return self._verify_seconds[key]
 
@@ -141,6 +157,12 @@ class CostModel:
             # noisy measurements must not make a forward free
             self._forwards[key] = (rows, tokens), max(1e-3, self._calibrated(rows, tokens))
         return self._forwards[key]
+
+    def _expert_milliseconds(self, shape: tuple[int, int], read: float | None = None) -> float:
+        """Milliseconds of the distinct experts of a forward, by default as many as expected; 0 for a dense model."""
+        if self.experts is None:
+            return 0.0
+        return self.experts.milliseconds * (self.experts.expected(*shape) if read is None else read)
 
     def _calibrated(self, rows: int, tokens: int) -> float:
         """Milliseconds of a forward, interpolated from the calibration; without one, in forwards of one token."""

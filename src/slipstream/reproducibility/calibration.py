@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
 from slipstream.core.trees import TreeForwards
 from slipstream.models.backend_capabilities import RaggedForwards, is_shape_independent
+from slipstream.reproducibility.expert_reads import ExpertReads
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
     CONTEXTS,
@@ -30,7 +31,7 @@ from slipstream.reproducibility.shape_trials import (
     Trials,
     spot_checks,
 )
-from slipstream.reproducibility.timing import MOST_TURNS
+from slipstream.reproducibility.timing import EXPERTS_TIMED, MOST_TURNS
 
 T = TypeVar("T")
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -78,6 +79,7 @@ class Calibration:
     attended_lengths: tuple[int, ...] = ()  # further lengths that attention may read with the same bits
     totals: dict[int, float] = field(default_factory=dict)  # tokens of a ragged forward -> milliseconds with most rows
     every_total: bool = False  # all numbers of tokens between those in `totals` agree as well
+    experts: ExpertReads | None = None  # of a mixture, whose times are of forwards that read `experts.timed(tokens)`
 
     @property
     def agrees(self) -> bool:
@@ -121,7 +123,12 @@ def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) ->
     contexts = CONTEXTS if backend.max_length >= longest else (backend.max_length // 4,)
     widths = [width for width in WIDTHS if width <= backend.max_length - max(contexts)]
     trials = Trials(backend, contexts, widths, max_batch_size)
-    stages = Stages(report)
+    experts = trials.times.experts([width for width in EXPERTS_TIMED if width in widths], range(MOST_TURNS))
+    return replace(_calibrated(backend, trials, Stages(report)), experts=experts)
+
+
+def _calibrated(backend: Backend, trials: Trials, stages: Stages) -> Calibration:
+    contexts, widths = trials.contexts, trials.widths
     guaranteed = is_shape_independent(backend)
     shares = SHARES_IF_GUARANTEED if guaranteed else SHARES
     turns = stages.over(shares["times"], range(MOST_TURNS))

@@ -25,6 +25,7 @@ from slipstream.models.layouts import UnpaddedForwards
 from slipstream.models.loaded import Loaded
 from slipstream.models.notices import TimeLeft, progress_bar, warn_slower
 from slipstream.reproducibility.calibration import Calibration, calibrate
+from slipstream.reproducibility.expert_reads import ExpertReads
 from slipstream.reproducibility.timing import DraftTimes
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("slipstream")
 
 FOLDER = "calibration"  # in the cache folder
-VERSION = 23  # of what calibration tries; what an earlier one found is not used
+VERSION = 24  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 # environment variables by which libraries choose kernels; those of threads are seen in PyTorch's number of threads
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_", "TORCH_")
@@ -208,8 +209,18 @@ def _digest(value: object) -> str:
 def _calibration(values: dict[str, Any]) -> Calibration:
     widths, together, lengths = (_sizes_of(values[name]) for name in ("widths", "together", "attended_lengths"))
     (unit,), prompts = _sizes_of([values["attended_unit"]]), bool(values["prompts"])
-    times, totals = _times(values["milliseconds"]), _times(values["totals"])
-    return Calibration(widths, unit, times, prompts, together, lengths, totals, bool(values["every_total"]))
+    times, totals, experts = _times(values["milliseconds"]), _times(values["totals"]), values["experts"]
+    experts = None if experts is None else _expert_reads(experts)
+    return Calibration(widths, unit, times, prompts, together, lengths, totals, bool(values["every_total"]), experts)
+
+
+def _expert_reads(values: dict[str, Any]) -> ExpertReads:
+    reads = ExpertReads(**values)
+    if not (is_whole(reads.count, 2, LARGEST) and is_whole(reads.used, 1, reads.count - 1)):
+        raise ValueError(f"{values!r:.60} are not numbers of experts")
+    if not all(is_number(value) and value >= 0 for value in (reads.milliseconds, reads.exponent)):
+        raise ValueError(f"{values!r:.60} are not the times of experts")
+    return reads
 
 
 def _draft_times(values: dict[str, Any]) -> DraftTimes:

@@ -114,7 +114,7 @@ class Trials:
             read_context(complete, self._tokens, 0, contexts[0], 0)  # the whole model has a cache of its own
         self._length = min(max(LENGTH, FEWEST_LOGITS // backend.vocab_size), LONGEST)
         self._reference: dict[int, Tensor] = {}  # by the position at which a slot's context ends
-        self.times = ForwardTimes(complete, self._tokens, self._starts, contexts[0])
+        self.times = ForwardTimes.of(complete, self._tokens, self._starts, contexts[0])
 
     def _forward(self, tokens: Tensor, starts: list[int], first_slot: int) -> Tensor:
         """Logits; later forwards begin where the contexts end."""

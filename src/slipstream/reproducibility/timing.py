@@ -6,7 +6,8 @@ Shapes take turns, and of each the fastest of many turns counts: whatever else t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from time import perf_counter
 from typing import Generic, TypeVar
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.core.interfaces import Backend, Checkpoints, DraftScorer
+from slipstream.core.interfaces import Backend, Checkpoints, DraftScorer, Experts, counted_experts
 from slipstream.core.rng import argmax
 from slipstream.core.types import Row
 from slipstream.models.backend_capabilities import RaggedForwards, RowSegment
+from slipstream.reproducibility.expert_reads import ExpertReads
 from slipstream.sampling.params import SamplingParams
 
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many tokens of a ragged forward its rows get, in turn
@@ -26,6 +28,7 @@ FEW_ROWS = 3  # of ragged forwards of few rows
 FEWEST_TURNS, FEWEST_RAGGED_TURNS, MOST_TURNS = 3, 2, 16
 # forwards of up to this many tokens (ragged: FEW_RAGGED), as most verifications have, get FEWEST_OF_FEW turns or more
 FEW, FEW_RAGGED, FEWEST_OF_FEW = 16, 32, 6
+EXPERTS_TIMED = (2, 4, 8)  # tokens of forwards that read few experts or many
 SECONDS = 1.5  # after this time a shape gets no more than its fewest turns
 TEXT, SHORT = 64, 8  # tokens of a prompt whose reading is timed, and of prompts for which only drafting is timed
 STEPS, TURNS = 6, 2  # steps of a draft; how often a single row's draft is timed: the first time includes other work
@@ -81,6 +84,29 @@ def end_to_end(tokens: Tensor, segments: Sequence[RowSegment], total: int) -> Te
     return pad(joined, (0, total - len(joined)))
 
 
+class ForcedExperts:
+    """Chooses the experts of timed forwards: as many as on texts, and each time others, which are in no cache.
+
+    On random tokens routers choose fewer or more experts than on texts.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts, self._next = experts, 0
+        self.reads = ExpertReads(experts.count, experts.used, milliseconds=0.0)
+
+    @contextmanager
+    def chosen(self, tokens: int, distinct: int | None = None) -> Iterator[None]:
+        """Forwards of `tokens` tokens read this many distinct experts in each layer (default: as many as on texts)."""
+        distinct = distinct or self.reads.timed(tokens)
+        places = torch.arange(tokens * self.reads.used) % distinct
+        self._experts.force(((self._next + places) % self.reads.count).view(tokens, -1))
+        self._next += distinct
+        try:
+            yield
+        finally:
+            self._experts.force(None)
+
+
 @dataclass(frozen=True)
 class ForwardTimes:
     """Times forwards of different shapes on one backend.
@@ -93,6 +119,14 @@ class ForwardTimes:
     tokens: Tensor  # [N]
     starts: Sequence[int]  # slot i holds the first starts[i] tokens
     start: int  # number of tokens that slot 0 holds
+    forced: ForcedExperts | None = None  # of a mixture
+
+    @classmethod
+    def of(cls, backend: Backend, tokens: Tensor, starts: Sequence[int], start: int) -> ForwardTimes:
+        """Times of a backend's forwards."""
+        experts = counted_experts(backend)
+        has_choice = experts is not None and experts.used < experts.count
+        return cls(backend, tokens, starts, start, ForcedExperts(experts) if experts and has_choice else None)
 
     def alone(self, widths: Sequence[int], turns: Iterable[int]) -> dict[int, float]:
         """Milliseconds of one row's forward, by width. turns: numbers of the turns, used while time is left."""
@@ -106,6 +140,26 @@ class ForwardTimes:
             for width in due:
                 times.add(width, self._seconds(width))
         return times.milliseconds
+
+    def experts(self, widths: Sequence[int], turns: Iterable[int]) -> ExpertReads | None:
+        """The experts of a mixture and what each takes: the slope, by least squares, from few to as many as can be."""
+        if self.forced is None:
+            return None
+        reads, times = self.forced.reads, Fastest[tuple[int, int]]()
+        most = {width: min(width * reads.used, reads.count) for width in widths}
+        started = perf_counter()
+        for turn in turns:
+            if turn >= FEWEST_TURNS and perf_counter() - started > SECONDS:
+                break
+            for width, distinct in most.items():
+                times.add((width, reads.used), self._seconds(width, reads.used))
+                times.add((width, distinct), self._seconds(width, distinct))
+        further = {width: distinct - reads.used for width, distinct in most.items()}
+        taken = {
+            width: times.milliseconds[width, most[width]] - times.milliseconds[width, reads.used] for width in most
+        }
+        slope = sum(further[width] * taken[width] for width in most) / sum(count**2 for count in further.values())
+        return replace(reads, milliseconds=max(0.0, slope))
 
     def ragged(
         self, turns: Iterable[tuple[int, int]], widths: Sequence[int], alone: Mapping[int, float]
@@ -140,18 +194,24 @@ class ForwardTimes:
         counts = shared_out(total, min(total, len(self.starts)), 0)
         segments = [RowSegment(i, self.starts[i], count) for i, count in enumerate(counts)]
         tokens = end_to_end(self.tokens, segments, total)
-        started = perf_counter()
         assert isinstance(self.backend, RaggedForwards)
-        argmax(self.backend.forward_ragged(tokens, segments, widths=widths))[-1].item()
-        return perf_counter() - started
+        with self._forced(total):
+            started = perf_counter()
+            argmax(self.backend.forward_ragged(tokens, segments, widths=widths))[-1].item()
+            return perf_counter() - started
 
-    def _seconds(self, width: int) -> float:
+    def _seconds(self, width: int, distinct: int | None = None) -> float:
+        """Seconds of one row's forward. distinct: experts of a mixture that each layer reads."""
         tokens = self.tokens[None, self.start : self.start + width]
         if isinstance(self.backend, Checkpoints):
             self.backend.mark_final(0, self.start)
-        started = perf_counter()
-        argmax(self.backend.forward(tokens, [self.start], first_slot=0, logits=True))[-1, -1].item()
-        return perf_counter() - started
+        with self._forced(width, distinct):
+            started = perf_counter()
+            argmax(self.backend.forward(tokens, [self.start], first_slot=0, logits=True))[-1, -1].item()
+            return perf_counter() - started
+
+    def _forced(self, tokens: int, distinct: int | None = None) -> AbstractContextManager[None]:
+        return nullcontext() if self.forced is None else self.forced.chosen(tokens, distinct)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Stats:
     say how long it was running, not what it cost alone.
     accepted_prediction_tokens: committed tokens that came from requests' predictions; rejected_prediction_tokens: the
     others that were verified. Both None if no request had a prediction.
+    experts_read: of a mixture, the sum over `num_expert_steps` steps of the distinct experts that a layer read.
     """
 
     num_rounds: int = 0
@@ -44,6 +45,8 @@ class Stats:
     num_rejected_rounds: int = 0
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    experts_read: float = 0.0
+    num_expert_steps: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
@@ -104,6 +107,9 @@ class Stats:
         self.accept_seconds += round.seconds.accept
         self.prefill_seconds += round.seconds.prefill
         self.total_seconds += round.seconds.total
+        if round.experts_read is not None:
+            self.experts_read += round.experts_read
+            self.num_expert_steps += 1
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -120,6 +126,11 @@ class Stats:
     def block_efficiency(self) -> float:
         """Output tokens per round of a row, bonus included (Leviathan et al. 2023, section 2)."""
         return self.num_output_tokens / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def experts_per_round(self) -> float | None:
+        """Distinct experts that a round's forward read in a layer, on average; None for a dense model."""
+        return self.experts_read / self.num_expert_steps if self.num_expert_steps else None
 
     @property
     def overhead_seconds(self) -> float:
@@ -140,7 +151,14 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """All totals and ratios as JSON values."""
-        ratios = ("acceptance_rate", "alpha", "block_efficiency", "overhead_seconds", "tokens_per_second")
+        ratios = (
+            "acceptance_rate",
+            "alpha",
+            "block_efficiency",
+            "experts_per_round",
+            "overhead_seconds",
+            "tokens_per_second",
+        )
         return asdict(self) | {name: getattr(self, name) for name in ratios}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -311,6 +311,27 @@ def replace_experts(model: Any, tensors: Callable[[nn.Module, str], ExpertTensor
 def experts_of(model: nn.Module) -> list[BlockExperts]:
     """The blocks of experts that the kernels compute."""
     return [module for module in model.modules() if isinstance(module, BlockExperts)]
+
+
+class ModelExperts:
+    """The blocks of experts of a model, counted together; see `Experts`."""
+
+    def __init__(self, blocks: Sequence[BlockExperts]) -> None:
+        self._blocks, struct = blocks, blocks[0].struct
+        self.layers, self.count, self.used = len(blocks), struct.count, struct.used
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelExperts | None:
+        """Those of a model; None if it has none that the kernels compute, or layers differ in their number."""
+        blocks = experts_of(model)
+        return cls(blocks) if len({(block.struct.count, block.struct.used) for block in blocks}) == 1 else None
+
+    def num_read(self) -> int:
+        return self._blocks[0].reads.count
+
+    def force(self, choice: Tensor | None) -> None:
+        for block in self._blocks:
+            block.force(choice)
 
 
 class ModuleTensors:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.core.interfaces import Experts
 from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import RowSegment
+from slipstream.models.cpu.block_experts import ModelExperts
 from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
 from slipstream.models.decoder.cache import SlotCache, SlotLayer, TreeRows, given_cache, lay_out, tree_rows
@@ -31,7 +33,7 @@ class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
-    `Checkpoints`, `LongTexts`, `ShapeIndependent`, `HiddenStates`.
+    `Checkpoints`, `LongTexts`, `ShapeIndependent`, `HiddenStates`, `MixtureOfExperts`.
 
     ragged: whether the model's layers take ragged forwards. shape_independent: whether kernels compute each token as if
     it were alone. `fuse_layers` sets both. stack: computes all layers in one call, where it can. position_offsets:
@@ -56,6 +58,7 @@ class HFBackend:
         self._shares_keys = decoder_layers.shares_keys(model)
         self.ragged = self.shape_independent = False
         self.stack: LayerStack | None = None
+        self.experts: Experts | None = ModelExperts.of(model)
         self.position_offsets: Tensor | None = None
         self.longest_short = rotate_by_length(model)
         self.reads_anew = self.longest_short is not None and drops_cache(model, self.longest_short)
