@@ -82,6 +82,20 @@ def test_auto_lengths_come_near_the_best_fixed_length_in_batches(accepted: float
     assert seconds(records, table, "model", None, batch) < 1.08 * min(fixed)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.0])  # same experts for all tokens, correlated, independent
+@pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_auto_is_hardly_ever_slower_than_plain_decoding_of_a_mixture(
+    accepted: float, exponent: float, batch: int
+) -> None:
+    table = costs(0.3, experts=ExpertReads(128, 8, 3.3, exponent))  # 57 % of a token's time is that of its experts
+    records = texts(accepted)
+    fixed = [seconds(records, table, "model", n, batch) for n in range(STEPS + 1)]
+    took = seconds(records, table, "model", None, batch)
+    assert took < fixed[0] / 0.97 and took < 1.08 * min(fixed)
+
+
 @pytest.mark.parametrize("drafter", ["suffix:outputs=0", "ngram", "ngram_table", "model"])
 def test_drafting_random_tokens_costs_almost_nothing(drafter: str) -> None:
     rng = random.Random(1)
