@@ -116,7 +116,9 @@ def add_tensor(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
     from gguf.quants import quantize
 
     numbers = numpy.ascontiguousarray(tensor.float().numpy())
-    is_matrix = numbers.ndim > 1 and not any(part in name for part in ("conv", "ffn_gate_inp", "ssm_norm", "ssm_d"))
+    is_matrix = numbers.ndim > 1 < numbers.shape[-1] and not any(
+        part in name for part in ("conv", "ffn_gate_inp", "ssm_norm", "ssm_d")
+    )
     if kind == "F32" or not is_matrix:
         writer.add_tensor(name, numbers)
     else:
