@@ -58,7 +58,8 @@ def filtered(logits: Tensor, option: WarpOptions, slack: float = 0.0) -> Tensor:
     if min_p:
         probs = scores.softmax(-1)
         scores = scores.where(probs >= min_p * (1 - slack) * probs.max(), -torch.inf)
-    return scores.softmax(-1)
+    result: Tensor = scores.softmax(-1)
+    return result
 
 
 @dataclass

@@ -92,7 +92,8 @@ class Command(_Checked, TyperCommand):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for param in self.params:
+        params: list[Any] = self.params
+        for param in params:
             if param.param_type_name == "option":
                 names = [name[2:].replace("-", "_").upper() for name in param.opts if name.startswith("--")]
                 param.envvar = [f"SLIPSTREAM_{name}" for name in names if name not in NO_VARIABLES]

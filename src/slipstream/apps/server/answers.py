@@ -386,6 +386,9 @@ class ChatWriter(OpenAIWriter):
             shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
         return shown
 
+    def _call_prefix(self, choice: ChoiceState) -> str:
+        return f"{self.live.id[:12]}_{choice.job.choice}"
+
     def _choice(self, choice: ChoiceState, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         return {"index": choice.job.choice, "delta": delta, "logprobs": None, "finish_reason": reason}
 

@@ -151,7 +151,7 @@ def _system_text(system: str | list[dict[str, Any]] | None) -> str:
 
 def _tools(tools: list[Tool]) -> list[dict[str, Any]]:
     """The tools as functions; Anthropic's own have another type, and are left out like all that are no functions."""
-    functions = []
+    functions: list[dict[str, Any]] = []
     for tool in tools:
         if tool.type not in (None, "custom"):
             functions.append({"type": tool.type})
@@ -159,7 +159,8 @@ def _tools(tools: list[Tool]) -> list[dict[str, Any]]:
         function: dict[str, Any] = {"name": tool.name}
         if tool.description is not None:
             function["description"] = tool.description
-        function["parameters"] = {"type": "object", "properties": {}} | (tool.input_schema or {})
+        empty = {"type": "object", "properties": {}}
+        function["parameters"] = empty | (tool.input_schema or {})
         functions.append({"type": "function", "function": function})
     return functions
 

@@ -175,7 +175,8 @@ def conversation(fields: OllamaChatFields | GenerateFields) -> ChatFields | Comp
         if isinstance(fields, GenerateFields) and fields.raw:
             return CompletionFields.model_validate(body | {"prompt": fields.prompt})
         if fields.think is not None:
-            body["reasoning_effort"] = {True: "on", False: "none"}.get(fields.think, fields.think)  # type: ignore[call-overload]
+            words: dict[bool | str, str] = {True: "on", False: "none"}
+            body["reasoning_effort"] = words.get(fields.think, fields.think)
         return ChatFields.model_validate(body | _turns(fields))
     except ValidationError as error:
         raise validation_error(error.errors()) from None

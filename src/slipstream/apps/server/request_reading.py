@@ -308,7 +308,8 @@ def _asked_effort(fields: ConversationFields) -> tuple[str, str | None]:
     if fields.reasoning_effort is not None:
         return "reasoning_effort", fields.reasoning_effort
     if isinstance(reasoning := fields.reasoning, dict):
-        effort = reasoning.get("effort", {True: "on", False: "none"}.get(reasoning.get("enabled")))
+        switch = {True: "on", False: "none"}.get(reasoning.get("enabled", ""))
+        effort = reasoning.get("effort", switch)
         return "reasoning", effort if isinstance(effort, str) else None
     if isinstance(thinking := fields.thinking, dict):
         return "thinking", "none" if thinking.get("type") == "disabled" else "on"

@@ -367,7 +367,7 @@ class ResponsesWriter(MessageWriter):
             index = {"content_index": 0}
             names = ("output_text.done" if kind == "message" else "reasoning_text.done", "content_part.done")
             part = self._part(text)
-        logprobs = {"logprobs": []} if kind == "message" else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         done = [
             {"type": f"response.{names[0]}", **self._place, **index, "text": text, **logprobs},
             {"type": f"response.{names[1]}", **self._place, **index, "part": part},

@@ -146,13 +146,16 @@ class BlockExperts(nn.Module):
                 tensors.part(f"{name}.{plan.shared}.{key}_proj.weight", shape, library)
                 for key, shape in (shapes | {"down": (hidden, plan.shared_inner)}).items()
             ]
-        shared = [Stack.rows_of(part, 1, 0, part.outputs) for part in self.shared]
+        shared = ExpertSetStruct()
+        if self.shared:
+            gate, up, down = (Stack.rows_of(part, 1, 0, part.outputs) for part in self.shared)
+            shared = self._set(plan.shared_inner, ExpertStacks(gate, up, down))
         self.struct = ExpertsStruct(
             *(hidden, count, plan.used, ACTIVATIONS[self.activations]),
             self._router.struct,
             *map(address, self._vectors),
             self._set(plan.inner, stacks),
-            self._set(plan.shared_inner, ExpertStacks(*shared)) if shared else ExpertSetStruct(),
+            shared,
             *(plan.is_sigmoid, plan.normalises, plan.floor, plan.factor),
             *(*plan.activation, plan.limit, plan.shift),
             self.reads.address,

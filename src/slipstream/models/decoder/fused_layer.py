@@ -276,8 +276,9 @@ class FusedLayer:
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
         """hidden_states: [B, W, H]. Calls from outside `HFBackend` go to the layer's own forward."""
-        cache, rope = given_cache(options), options.get("position_embeddings")
-        mask, positions = options.get("attention_mask"), options.get("position_ids")
+        cache, positions = given_cache(options), options.get("position_ids")
+        rope: Any = options.get("position_embeddings")
+        mask: Any = options.get("attention_mask")
         if inputs or not isinstance(cache, SlotCache) or (mask is None and not self.plan.recurrent):
             return self._original_forward(hidden_states, *inputs, **options)
         if self.plan.rotated:

@@ -205,6 +205,7 @@ def _layer(plan: LayerPlan, settings: Mapping[str, Any]) -> nn.Module:
     linears = [(path, hidden, outputs, enters) for path, outputs in zip(plan.qkv, qkv, strict=True)]
     linears += [(plan.out, heads, hidden, leaves)]
     linears += [(path, hidden, outputs, in_mlp) for path, outputs in zip(plan.gate_up, inner, strict=True)]
+    assert plan.down is not None  # mixtures have no planned model
     linears += [(plan.down, plan.inner, hidden, in_mlp)]
     for path, inputs, outputs, has_bias in linears:
         _put(layer, path, _empty_linear(inputs, outputs, has_bias=bool(has_bias)))
