@@ -84,6 +84,7 @@ def test_budgets_and_counts_of_other_apis_are_the_same(server: RunningServer) ->
             answer(server, seed=seed, thinking_token_budget=None, **fields)["choices"][0]["message"]["reasoning"]
         )
 
+    assert "thinking" in server.http.post("/api/show", json={"model": "tiny"}).json()["capabilities"]
     enabled = {"type": "enabled", "budget_tokens": 12}
     for seed in range(3):
         expected = answer(server, seed=seed)["choices"][0]["message"]["reasoning"]

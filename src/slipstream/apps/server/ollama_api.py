@@ -14,7 +14,6 @@ from pydantic import Field, StrictBool, ValidationError
 
 from slipstream.apps.server.answer_state import ModelFacts, timings, without_folders
 from slipstream.apps.server.answers import MessageWriter, encoded
-from slipstream.apps.server.conversation import THOUGHTS
 from slipstream.apps.server.error_objects import OLLAMA, ApiError, refused, validation_error
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.openai_routes import STARTED, answer, service_of
@@ -30,7 +29,7 @@ from slipstream.apps.server.schemas import (
 )
 from slipstream.apps.server.service import Service
 from slipstream.tokenization.answer_parser import AnswerPiece
-from slipstream.tokenization.tokenizer import AnswerTokenizer, Tokenizer, TokenizerDetails, ToolCall
+from slipstream.tokenization.tokenizer import AnswerTokenizer, Tokenizer, ToolCall
 
 router = APIRouter(prefix=OLLAMA.rstrip("/"))
 VERSION = "0.12.0"  # of Ollama, whose API this is a part of; some clients ask for 0.6.4 or later
@@ -371,9 +370,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
 
 def _capabilities(tokenizer: Tokenizer | None) -> list[str]:
     capabilities = ["completion"]
-    if tokenizer is not None and tokenizer.has_chat_template:
-        if isinstance(tokenizer, AnswerTokenizer) and tokenizer.call_text() is not None:
-            capabilities.append("tools")
-        if isinstance(tokenizer, TokenizerDetails) and not tokenizer.template_fields().isdisjoint(THOUGHTS):
-            capabilities.append("thinking")
+    if tokenizer is not None and tokenizer.has_chat_template and isinstance(tokenizer, AnswerTokenizer):
+        capabilities += ["tools"] if tokenizer.call_text() is not None else []
+        capabilities += ["thinking"] if tokenizer.answer_form().thought is not None else []
     return capabilities
