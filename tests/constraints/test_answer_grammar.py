@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -152,6 +153,8 @@ def test_the_form_is_chosen_by_what_the_template_writes() -> None:
     assert form.calls.name == "functions in tags" and form.thought is not None and form.thought.opening == "<think>"
     text = call_text(form, template(QWEN35))
     assert text is not None and text.has_keys and text.before == "<tool_call>\n<function="
+    described = answer_form(replace(template(QWEN35), reads_tools=False))
+    assert described.thought == form.thought and described.calls.name == "JSON in tags"
     silent = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert answer_form(template(silent)).calls.name == "JSON in tags"
     assert answer_form(template(silent, ("<|tool_call_start|>", "[THINK]"))).calls.arguments == "python"

@@ -33,12 +33,16 @@ QUESTION = {"role": "user", "content": "hi"}
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template. render: messages and tools to text; raises anything. names: of the tokenizer's added tokens."""
+    """A chat template. render: messages and tools to text; raises anything. names: of the tokenizer's added tokens.
+
+    reads_tools: False if prompts describe tools in a text, which asks for calls in Hermes' form.
+    """
 
     text: str
     render: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
     names: Collection[str]
     response_template: Mapping[str, Any] | None = None
+    reads_tools: bool = True
 
     def written_calls(self, count: int = 1) -> str | None:
         """An answer with calls as the template writes it; None if it writes none."""
@@ -61,6 +65,9 @@ class Template:
 def answer_form(template: Template) -> AnswerForm:
     """The form of a model's answers."""
     thought = _thought_form(template)
+    if not template.reads_tools:
+        told = None if template.response_template is None else _told_forms(template.response_template)[0]
+        return AnswerForm(told or thought, HERMES)
     written = template.written_calls()
     for form in CALLS if written is not None else ():
         if _example_calls(AnswerForm(thought, form), written or ""):

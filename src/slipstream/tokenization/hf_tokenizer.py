@@ -186,7 +186,8 @@ class HFTokenizer:
             texts = sorted(self._templates())
         except UsageError:  # several templates, of which none is for chats; `chat` refuses them
             texts = []
-        return answer_form_choice.Template("\n".join(texts), render, names, told)
+        reads_tools = any("tools" in self._variables_in(text) for text in texts)
+        return answer_form_choice.Template("\n".join(texts), render, names, told, reads_tools)
 
     @cached_property
     def _answer_form(self) -> AnswerForm:

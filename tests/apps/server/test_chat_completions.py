@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.apps.server.answers import AnswerMessage, AnswerPart, PartReader
+from slipstream.apps.server.answers import AnswerMessage, PartReader
+from slipstream.tokenization.answer_parser import AnswerPiece
 from slipstream.tokenization.tokenizer import ToolCall
 from tests.support import tiny_models
 from tests.support.markers import subcases
@@ -297,13 +298,13 @@ def test_special_tokens_in_texts_are_refused_if_the_server_is_set_to() -> None:
 
 
 def test_thoughts_have_two_names_and_calls_count_up(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    thought, text = AnswerPart("thought", "hm"), AnswerPart("text", "so")
-    calls = [AnswerPart("call", call=ToolCall("look", arguments)) for arguments in ("{}", '{"x": 1}')]
+    thought, text = AnswerPiece("thought", "hm", ""), AnswerPiece("text", "so", "")
+    calls = [AnswerPiece("call", "", "", ToolCall("look", arguments)) for arguments in ("{}", '{"x": 1}')]
     fed = iter([[thought], [text, calls[0]]])
     monkeypatch.setattr(PartReader, "feed", lambda reader, piece: next(fed, []))
-    monkeypatch.setattr(PartReader, "end", lambda reader, choice: calls[1:])
+    monkeypatch.setattr(PartReader, "end", lambda reader: calls[1:])
     message = AnswerMessage("hm", "", tuple(part.call for part in calls if part.call is not None))
-    monkeypatch.setattr(PartReader, "message", lambda reader, choice: message)
+    monkeypatch.setattr(PartReader, "message", lambda reader: message)
     body = {"messages": ASKED, "max_tokens": 9, "num_draft_tokens": 0, "ignore_eos": True}
     deltas = [chunk["choices"][0]["delta"] for chunk in server.chunks("/v1/chat/completions", body)]
     assert {"reasoning_content": "hm", "reasoning": "hm"} in deltas

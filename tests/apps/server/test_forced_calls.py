@@ -19,6 +19,7 @@ from tests.support import tiny_models
 from tests.support.running_server import ARGUMENTS, running_server
 
 EXTRA = ["\n", *'<>_{}"/[]-0123456789']
+READS_TOOLS = "{% if tools %}{% endif %}"
 CHAT = "{%% for m in messages %%}{{ m['role'][0] }}:{{ m['content'] }}.%s{%% endfor %%}a:"
 CALLS = "{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}"
 ASKED: Any = [{"role": "user", "content": "the cat sat on the mat"}]
@@ -37,7 +38,7 @@ def reads(**calls: Any) -> dict[str, Any]:
 
 
 def tokenizer(rendered: str, template: dict[str, Any]) -> Any:
-    made = tiny_models.tokenizer(EXTRA, CHAT % (CALLS % rendered))
+    made = tiny_models.tokenizer(EXTRA, READS_TOOLS + CHAT % (CALLS % rendered))
     made.response_template = template
     return made
 
@@ -160,9 +161,21 @@ def test_a_strict_server_refuses_tools_that_the_template_does_not_read() -> None
     assert refusal.value.param == "tools"
 
 
+def test_a_call_of_a_template_without_tools_has_the_form_that_the_prompt_describes() -> None:
+    inner = tiny_models.byte_tokenizer(CHAT % (CALLS % FORMS["an object between marks"][0]))
+    model = tiny_models.fresh("llama", vocab_size=len(inner), max_position_embeddings=4096, eos_token_id=1)
+    with running_server(
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny"
+    ) as server:
+        body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+        (choice,) = server.http.post("/v1/chat/completions", json=body | {"return_token_ids": True}).json()["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] in ("add", "stop_now") and choice["finish_reason"] == "tool_calls"
+        assert inner.decode(choice["token_ids"]).startswith('<tool_call>\n{"name": "')
+
+
 def test_a_required_call_in_an_unsupported_form_is_refused_by_name() -> None:
     inner = tokenizer(*OTHERS["arguments that are not JSON"])
-    inner.chat_template += "{% if tools %}{% endif %}"
     model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
     with (
         running_server(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from slipstream import SpeculativeDecoder
-from slipstream.apps.server.answers import AnswerMessage, AnswerPart, PartReader
+from slipstream.apps.server.answers import AnswerMessage, PartReader
 from slipstream.apps.server.messages_api import CountedFields, conversation
+from slipstream.tokenization.answer_parser import AnswerPiece
 from slipstream.tokenization.tokenizer import ToolCall
 from tests.support import tiny_models
 from tests.support.chat_templates import TEMPLATES
@@ -26,21 +27,21 @@ BODY: dict[str, Any] = {
 }
 TOOLS = [{"name": "measure", "description": "what it does", "input_schema": ARGUMENTS}]
 PARTS = [
-    AnswerPart("thought", "Let me "),
-    AnswerPart("thought", "think."),
-    AnswerPart("text", "I look."),
-    AnswerPart("call", call=ToolCall("measure", '{"x": 1}')),
-    AnswerPart("call", call=ToolCall("measure", "{}")),
+    AnswerPiece("thought", "Let me ", ""),
+    AnswerPiece("thought", "think.", ""),
+    AnswerPiece("text", "I look.", ""),
+    AnswerPiece("call", "", "", ToolCall("measure", '{"x": 1}')),
+    AnswerPiece("call", "", "", ToolCall("measure", "{}", "functions.measure:1")),
 ]
 
 
 def with_parts(patch: pytest.MonkeyPatch) -> None:
     """Make every answer one of thoughts, text and calls."""
     patch.setattr(PartReader, "feed", lambda reader, piece: [])
-    patch.setattr(PartReader, "end", lambda reader, choice: list(PARTS))
+    patch.setattr(PartReader, "end", lambda reader: list(PARTS))
     calls = tuple(part.call for part in PARTS if part.call is not None)
     message = AnswerMessage("Let me think.", "I look.", calls)
-    patch.setattr(PartReader, "message", lambda reader, choice: message)
+    patch.setattr(PartReader, "message", lambda reader: message)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,8 @@ def test_thoughts_text_and_calls_are_blocks_one_after_the_other(
     content = server.http.post(PATH, json=BODY).json()["content"]
     assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "tool_use"]
     assert content[0] == {"type": "thinking", "thinking": "Let me think.", "signature": ""}
-    assert [block["input"] for block in content[2:]] == [{"x": 1}, {}] and content[2]["id"] != content[3]["id"]
+    assert [block["input"] for block in content[2:]] == [{"x": 1}, {}]
+    assert content[2]["id"].startswith("toolu_") and content[3]["id"] == "functions.measure:1"
     data = [item for item in events(server, BODY) if item["type"].startswith("content_block")]
     assert [item["index"] for item in data] == [0] * 4 + [1] * 3 + [2] * 3 + [3] * 3
     deltas = [item["delta"] for item in data if item["type"] == "content_block_delta"]

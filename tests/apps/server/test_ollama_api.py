@@ -70,6 +70,7 @@ def test_thoughts_and_calls_have_their_own_fields(server: RunningServer, monkeyp
     message = server.http.post("/api/chat", json=CHAT | {"stream": False}).json()["message"]
     assert message["thinking"] == "Let me think." and message["content"] == "I look."
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == [{"x": 1}, {}]
+    assert [call.get("id") for call in message["tool_calls"]] == [None, "functions.measure:1"]
     streamed = [line["message"] for line in lines(server, "/api/chat", CHAT)]
     assert "".join(part.get("thinking", "") for part in streamed) == "Let me think."
     calls = [call["function"]["name"] for part in streamed for call in part.get("tool_calls", ())]

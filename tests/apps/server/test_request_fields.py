@@ -178,6 +178,9 @@ NO_TEXT = "a string, or text parts"
         ("/tokenize", {"prompt": ["a", "b"]}, "prompt", "prompt: a list; allowed: a string"),
         (TEXT, {"logit_bias": {"1": 1, "01": 2}}, "logit_bias", ": '1' and '01' are one token; allowed: each"),
         (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens=0; allowed: at least 1"),
+        (CHAT, {"max_completion_tokens": 10**6}, "max_completion_tokens", "max_completion_tokens=1000000 exceed it"),
+        (TEXT, {"max_tokens": 5000}, "max_tokens", "max_tokens=5000 exceed it"),
+        (CHAT, {"thinking_token_budget": 5}, "thinking_token_budget", "this model writes no thoughts"),
         # texts that UTF-8 cannot write
         (TEXT, {"prompt": LONE}, "prompt", "prompt has '\\ud800' at character 1; allowed: valid Unicode"),
         (TEXT, {"prompt": ["x", LONE]}, "prompt", "prompt has '\\ud800' at character 1; allowed: valid Unicode"),

@@ -122,7 +122,7 @@ def test_thoughts_text_and_calls_are_items(
     assert [item["type"] for item in whole["output"]] == kinds
     assert whole["output"][0]["content"] == [{"type": "reasoning_text", "text": "Let me think."}]
     assert bool(whole["output"][0]["summary"]) == (summary is not None)
-    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == len("Let me think.")
+    assert whole["output"][3]["call_id"] == "functions.measure:1" != whole["output"][2]["call_id"]
     data = events(server, body)
     name = "reasoning_summary_text" if summary else "reasoning_text"
     assert "".join(e["delta"] for e in data if e["type"] == f"response.{name}.delta") == "Let me think."

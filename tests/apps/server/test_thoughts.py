@@ -78,6 +78,29 @@ def test_a_stream_and_a_whole_answer_have_the_same_parts(server: RunningServer) 
     assert kinds == {"content", "reasoning"}
 
 
+def test_budgets_and_counts_of_other_apis_are_the_same(server: RunningServer) -> None:
+    def thought(seed: int, **fields: Any) -> str:
+        return str(
+            answer(server, seed=seed, thinking_token_budget=None, **fields)["choices"][0]["message"]["reasoning"]
+        )
+
+    assert "thinking" in server.http.post("/api/show", json={"model": "tiny"}).json()["capabilities"]
+    enabled = {"type": "enabled", "budget_tokens": 12}
+    for seed in range(3):
+        expected = answer(server, seed=seed)["choices"][0]["message"]["reasoning"]
+        assert thought(seed) != expected
+        assert thought(seed, thinking=enabled) == thought(seed, reasoning={"max_tokens": 12}) == expected
+        body = {"messages": ASKED, "max_tokens": 300, "temperature": 1.0, "seed": seed, "thinking": enabled}
+        assert server.http.post("/v1/messages", json=body).json()["content"][0]["thinking"] == expected
+        body = {"input": ASKED, "max_output_tokens": 60, "temperature": 1.0, "seed": seed}
+        details = server.http.post("/v1/responses", json=body).json()["usage"]["output_tokens_details"]
+        counted = answer(server, seed=seed, max_tokens=60, thinking_token_budget=None)["usage"]
+        assert details["reasoning_tokens"] == counted["completion_tokens_details"]["reasoning_tokens"] > 0
+    for path in ("/v1/messages", ADDRESS):
+        wrong = {"messages": ASKED, "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": -1}}
+        assert "thinking.budget_tokens=-1; allowed: a whole number from 0 to" in server.http.post(path, json=wrong).text
+
+
 def test_a_template_that_closes_the_thought_leaves_none(server: RunningServer) -> None:
     whole = answer(server, seed=1, max_tokens=40, chat_template_kwargs={"enable_thinking": False})
     assert "reasoning" not in whole["choices"][0]["message"]

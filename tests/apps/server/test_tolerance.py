@@ -53,9 +53,10 @@ def ignored(server: RunningServer) -> dict[str, float]:
         ({"thinking": {"type": "enabled"}}, ["thinking"]),
         ({"chat_template_kwargs": {"enable_thinking": True}}, ["chat_template_kwargs.enable_thinking"]),
         ({"thinking_token_budget": 5}, ["thinking_token_budget"]),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, ["thinking", "thinking.budget_tokens"]),
         ({"model": "gpt-9"}, ["model"]),
         ({"web_search_options": {"x": 1}}, ["web_search_options"]),
-        ({"tools": [TOOL, {"type": "custom", "custom": {"name": "x"}}]}, ["tools.type"]),
+        ({"tools": [TOOL, {"type": "custom", "function": {}}]}, ["tools.type"]),
         ({"messages": [HI, {"role": "assistant", "content": "x", "reasoning_content": "hm"}, HI]}, None),
     ],
 )

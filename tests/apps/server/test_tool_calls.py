@@ -341,6 +341,21 @@ def test_fields_that_the_template_does_not_read_are_refused(fields: dict[str, An
         )
 
 
+@subcases(
+    "fields, param",
+    [
+        (
+            {"messages": [HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages.1.tool_calls.0.function.arguments",
+        ),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ],
+)
+def test_a_strict_server_refuses_what_others_mend(server: RunningServer, fields: dict[str, Any], param: str) -> None:
+    answer = server.http.post("/v1/chat/completions", json={"messages": [HI], "max_tokens": 1} | fields)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(param), answer.text
+
+
 READING = (
     "{% for m in messages %}{{ m.get('reasoning_content', '') }}{{ m['mood'] }}{{ m['role'][0] }}:{{ m['content'] }}."
     "{% endfor %}{{ tools | length if tools else '' }}{{ reasoning_effort }}{% if enable_thinking %}think{% endif %}a:"

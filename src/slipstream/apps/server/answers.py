@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from pydantic_core import to_json
@@ -222,7 +223,7 @@ class PartReader:
     def __init__(self, choice: ChoiceState, fields: SamplingFields, facts: ModelFacts) -> None:
         tools: list[dict[str, Any]] = []
         if isinstance(fields, ChatFields) and fields.tool_choice != "none":
-            tools = [tool for tool in fields.tools or () if isinstance(tool.get("function"), dict)]
+            tools = [tool for tool in fields.tools or () if tool.get("type", "function") == "function"]
         tokenizer = answer_tokenizer(facts.tokenizer, tools) if isinstance(fields, ChatFields) else None
         stops = params_of(choice.job.row).stop_strings
         self._reader = None if tokenizer is None else AnswerReader(tokenizer, choice.prompt, tools, stops)
@@ -263,8 +264,13 @@ class MessageWriter(AnswerWriter):
 
     def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
         super().__init__(live, fields, facts)
-        self.reader = PartReader(self.choice, fields, facts)
+        self._fields = fields
         self.has_begun = False
+
+    @cached_property
+    def reader(self) -> PartReader:
+        """The reader of the answer; a request that was refused has none."""
+        return PartReader(self.choice, self._fields, self.facts)
 
     @property
     def choice(self) -> ChoiceState:

@@ -71,11 +71,12 @@ class OutputConfig(Fields):
 
 
 class Thinking(Fields):
-    """Whether to think."""
+    """Whether to think, and at most how much."""
 
     SILENT = frozenset({"display"})
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, NumberRange(0, MAX_TOKENS)] | None = None
 
 
 class CountedFields(Fields):
@@ -121,7 +122,7 @@ def conversation(fields: CountedFields) -> ChatFields:
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     config = fields.output_config or OutputConfig()
     if fields.thinking is not None:
-        chat["thinking"] = {"type": fields.thinking.type}
+        chat["thinking"] = fields.thinking.model_dump(include={"type", "budget_tokens"}, exclude_none=True)
     if config.effort is not None and (fields.thinking is None or fields.thinking.type != "disabled"):
         chat["reasoning_effort"] = config.effort
     if (form := config.format) is not None:
@@ -273,7 +274,7 @@ class MessagesWriter(MessageWriter):
 
     def _call(self, call: ToolCall, arguments: Any) -> dict[str, Any]:
         self.num_calls += 1
-        identity = f"toolu_{self.live.id[:16]}_{self.num_calls}"
+        identity = call.id or f"toolu_{self.live.id[:16]}_{self.num_calls}"
         return {"type": "tool_use", "id": identity, "name": call.name, "input": arguments}
 
     def _open(self, kind: str, block: dict[str, Any]) -> list[dict[str, Any]]:

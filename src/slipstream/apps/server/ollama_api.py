@@ -14,7 +14,6 @@ from pydantic import Field, StrictBool, ValidationError
 
 from slipstream.apps.server.answer_state import ModelFacts, timings, without_folders
 from slipstream.apps.server.answers import MessageWriter, encoded
-from slipstream.apps.server.conversation import THOUGHTS
 from slipstream.apps.server.error_objects import OLLAMA, ApiError, refused, validation_error
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.openai_routes import STARTED, answer, service_of
@@ -30,7 +29,7 @@ from slipstream.apps.server.schemas import (
 )
 from slipstream.apps.server.service import Service
 from slipstream.tokenization.answer_parser import AnswerPiece
-from slipstream.tokenization.tokenizer import AnswerTokenizer, Tokenizer, TokenizerDetails
+from slipstream.tokenization.tokenizer import AnswerTokenizer, Tokenizer, ToolCall
 
 router = APIRouter(prefix=OLLAMA.rstrip("/"))
 VERSION = "0.12.0"  # of Ollama, whose API this is a part of; some clients ask for 0.6.4 or later
@@ -238,7 +237,7 @@ class OllamaWriter(MessageWriter):
     def part(self, part: AnswerPiece) -> list[dict[str, Any]]:
         if part.call is not None:
             self._num_calls += 1
-            return [self._line("", "", [_call(part.call.name, part.call.arguments, self._num_calls - 1)])]
+            return [self._line("", "", [_call(part.call, self._num_calls - 1)])]
         return [self._line(*((part.text, "") if part.kind == "text" else ("", part.text)), [])]
 
     def end(self) -> list[dict[str, Any]]:
@@ -261,12 +260,13 @@ class OllamaWriter(MessageWriter):
 
     def whole(self) -> dict[str, Any]:
         message = self.reader.message()
-        calls = [_call(call.name, call.arguments, index) for index, call in enumerate(message.calls)]
+        calls = [_call(call, index) for index, call in enumerate(message.calls)]
         return self._line(message.text, message.thought, calls) | self._counts()
 
 
-def _call(name: str, arguments: str, index: int) -> dict[str, Any]:
-    return {"function": {"index": index, "name": name, "arguments": json.loads(arguments)}}
+def _call(call: ToolCall, index: int) -> dict[str, Any]:
+    function = {"index": index, "name": call.name, "arguments": json.loads(call.arguments)}
+    return {"function": function} | ({"id": call.id} if call.id else {})
 
 
 def _time(when: datetime) -> str:
@@ -370,9 +370,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
 
 def _capabilities(tokenizer: Tokenizer | None) -> list[str]:
     capabilities = ["completion"]
-    if tokenizer is not None and tokenizer.has_chat_template:
-        if isinstance(tokenizer, AnswerTokenizer) and tokenizer.call_text() is not None:
-            capabilities.append("tools")
-        if isinstance(tokenizer, TokenizerDetails) and not tokenizer.template_fields().isdisjoint(THOUGHTS):
-            capabilities.append("thinking")
+    if tokenizer is not None and tokenizer.has_chat_template and isinstance(tokenizer, AnswerTokenizer):
+        capabilities += ["tools"] if tokenizer.call_text() is not None else []
+        capabilities += ["thinking"] if tokenizer.answer_form().thought is not None else []
     return capabilities

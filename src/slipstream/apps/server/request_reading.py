@@ -16,6 +16,7 @@ from slipstream.apps.server.conversation import THOUGHTS, Call, TemplateTraits, 
 from slipstream.apps.server.error_objects import misspelled, refused, sent
 from slipstream.apps.server.schemas import (
     MAX_ROWS,
+    MAX_TOKENS,
     AllowedTools,
     CallFields,
     ChatFields,
@@ -30,10 +31,11 @@ from slipstream.apps.server.schemas import (
     nested,
     says_something,
 )
+from slipstream.checks import is_whole
 from slipstream.constraints.constraint import Constraint
 from slipstream.errors import did_you_mean
 from slipstream.sampling.params import SamplingParams
-from slipstream.tokenization.tokenizer import ChatForm, Tokenizer, TokenizerDetails, check_text
+from slipstream.tokenization.tokenizer import AnswerTokenizer, ChatForm, Tokenizer, TokenizerDetails, check_text
 
 log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 256
@@ -51,7 +53,6 @@ SAME_NAMES = (
     "frequency_penalty",
     "repetition_penalty",
     "min_tokens",
-    "thinking_token_budget",
     "ignore_eos",
     "stop",
     "num_draft_tokens",
@@ -308,12 +309,32 @@ def _asked_effort(fields: ConversationFields) -> tuple[str, str | None]:
     if fields.reasoning_effort is not None:
         return "reasoning_effort", fields.reasoning_effort
     if isinstance(reasoning := fields.reasoning, dict):
-        switch = {True: "on", False: "none"}.get(reasoning.get("enabled", ""))
+        switch = {True: "on", False: "none"}.get(reasoning.get("enabled", True if "max_tokens" in reasoning else ""))
         effort = reasoning.get("effort", switch)
         return "reasoning", effort if isinstance(effort, str) else None
     if isinstance(thinking := fields.thinking, dict):
         return "thinking", "none" if thinking.get("type") == "disabled" else "on"
     return "reasoning_effort", None
+
+
+def thought_budget(fields: SamplingFields, tokenizer: Tokenizer | None, *, strict: bool) -> int | None:
+    """The most tokens of a thought; None for no limit. Models without thoughts: ignored, or refused if `strict`."""
+    budgets: list[tuple[str, Any]] = [("thinking_token_budget", fields.thinking_token_budget)]
+    if isinstance(fields, ChatFields):
+        for field, key in (("thinking", "budget_tokens"), ("reasoning", "max_tokens")):  # Anthropic's, OpenRouter's
+            options = getattr(fields, field)
+            budgets += [(f"{field}.{key}", options.get(key))] if isinstance(options, dict) else []
+    name, budget = next((pair for pair in budgets if pair[1] is not None), ("", None))
+    if budget is None:
+        return None
+    if not is_whole(budget, 0, MAX_TOKENS):
+        raise refused(f"{sent(name, budget)}; allowed: a whole number from 0 to {MAX_TOKENS}", name)
+    if not isinstance(tokenizer, AnswerTokenizer) or tokenizer.answer_form().thought is None:
+        if strict:
+            raise refused(f"{name}: this model writes no thoughts; allowed: a request without it", name)
+        fields.ignore(name, "; this model writes no thoughts")
+        return None
+    return budget
 
 
 def _message_fields(tokenizer: Tokenizer | None) -> frozenset[str]:

@@ -32,6 +32,7 @@ from slipstream.apps.server.request_reading import (
     rendered_chat,
     rendered_prompts,
     sampling_params,
+    thought_budget,
     wanted_logprobs,
 )
 from slipstream.apps.server.schemas import (
@@ -126,7 +127,8 @@ def answer_constraint(
             )
         if field == "tool_choice":
             assert isinstance(fields, ChatFields)
-            check_tools_read(tokenizer)
+            if strict:
+                check_tools_read(tokenizer)
             return _calls(forced_tools(fields, tools), fields, tokenizer, calls_preamble)
         schema = _response_schema(fields)
         if offered and isinstance(tokenizer, AnswerTokenizer) and tokenizer.call_text() is not None:
@@ -302,6 +304,7 @@ class RowMaker:
         strict = self.reading.strict
         constraint = answer_constraint(fields, tokenizer, prompt.ids, strict=strict)
         params = sampling_params(fields, max_tokens, target.backend.vocab_size, constraint, strict=strict)
+        params = replace(params, thinking_token_budget=thought_budget(fields, tokenizer, strict=strict))
         params = RequestReader(replace(target, tokenizer=tokenizer), no_predictions).with_token_ids(params)
         if params.prediction is not None and len(params.prediction) > self.max_model_len:
             raise refused(

@@ -304,7 +304,7 @@ class ResponsesWriter(MessageWriter):
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self.choice.thought_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.choice.thought_tokens or 0},
             "total_tokens": counts["total_tokens"],
         }
 
@@ -394,7 +394,7 @@ class ResponsesWriter(MessageWriter):
     def _call_item(self, call: ToolCall) -> dict[str, Any]:
         number = f"{self.live.id[:16]}_{len(self._items)}"
         said = self._members.get(call.name, {"name": call.name})
-        identity = {"id": f"fc_{number}", "type": "function_call", "call_id": f"call_{number}"}
+        identity = {"id": f"fc_{number}", "type": "function_call", "call_id": call.id or f"call_{number}"}
         return {**identity, **said, "arguments": call.arguments, "status": "completed"}
 
     def _call(self, call: ToolCall) -> list[dict[str, Any]]:
