@@ -129,7 +129,7 @@ def test_experts_that_are_packed_when_they_are_used_give_the_same_bits(
     block: Any = experts_of(model)[0]
     block(torch.ones(1, 256))
     block(torch.ones(1, 256))
-    assert store.struct.packed - before <= block.num_used  # those of the second call were in memory
+    assert store.struct.packed - before <= block.plan.used  # those of the second call were in memory
 
 
 def test_a_file_that_is_cut_while_experts_are_used_is_an_error_and_no_text(

@@ -217,6 +217,8 @@ class BlockExperts(nn.Module):
         scratch = torch.empty(self._library.experts_scratch(ctypes.byref(self.struct), len(rows)), dtype=torch.uint8)
         arrays = address(chosen), address(out), address(scratch)
         self._library.multiply_experts(ctypes.byref(self.struct), address(rows), len(rows), *arrays)
+        if self.stacks.store is not None:
+            self.stacks.store.check()
         self.chosen = chosen
         return out.view(x.shape).to(x.dtype)
 

@@ -178,12 +178,22 @@ def _expert_store(
 
 
 def check_single(header: GGUFHeader) -> None:
-    """Raise `NotInBlocksError` if a matrix of the model is made from several tensors, before anything is packed."""
+    """Raise `NotInBlocksError` if a matrix is made from tensors that cannot be joined, before anything is packed."""
     for parameter, source in architecture_of(header).tensors.items():
         if isinstance(source, Source) and len(source.names) > 1 and "experts" not in parameter:
-            ends = tuple(f".{name}.weight" for name in source.names)
-            if any(name.endswith(ends) for name in header.tensors):
+            ends, by_layer = tuple(f".{name}.weight" for name in source.names), dict[str, list[TensorEntry]]()
+            for name, entry in header.tensors.items():
+                if name.endswith(ends):
+                    by_layer.setdefault(name.split(".")[1], []).append(entry)
+            if not all(_can_be_joined(source, entries) for entries in by_layer.values()):
                 raise _made_from(parameter, source.names)
+
+
+def _can_be_joined(source: Source, entries: Sequence[TensorEntry]) -> bool:
+    """True if the rows of these tensors, one after the other, are a matrix in blocks: of one type, in whole panels."""
+    has_whole_panels = all(prod(entry.shape[:-1]) % LANES == 0 for entry in entries)
+    is_in_order = source.change is None and source.order is None
+    return is_in_order and has_whole_panels and len({entry.kind for entry in entries}) == 1
 
 
 def _made_from(parameter: str, tensors: Sequence[str]) -> NotInBlocksError:
@@ -446,8 +456,7 @@ class GGUFTensors:
         """
         source, entries = self._source(parameter), self.tensors(parameter)
         rows = shape[0] // len(entries)
-        is_joint = len({entry.kind for entry in entries}) == 1 and rows % LANES == 0 and source.order is None
-        is_joint = is_joint and all(self._scale(entry) is None for entry in entries)
+        is_joint = _can_be_joined(source, entries) and all(self._scale(entry) is None for entry in entries)
         if source.change is not None or (len(entries) > 1 and not is_joint):
             raise _made_from(parameter, [entry.name for entry in entries])
         for entry in entries:

@@ -291,8 +291,8 @@ static void exercise_store(const int64_t *formats) {
         int64_t tokens = turn % 3 == 2 ? TOKENS : 1 + turn % 2, l = turn % LAYERS;
         const float *from = x + (TOKENS - tokens) * HIDDEN;
         uint8_t *space = aligned_alloc(64, experts_scratch(layers + l, tokens)), *more = aligned_alloc(64, experts_scratch(later + l, tokens));
-        multiply_experts(layers + l, from, tokens, NULL, chosen, expected, space);
-        multiply_experts(later + l, from, tokens, NULL, chosen, out, more);
+        multiply_experts(layers + l, from, tokens, chosen, expected, space);
+        multiply_experts(later + l, from, tokens, chosen, out, more);
         wrong += memcmp(out, expected, tokens * HIDDEN * sizeof *out) != 0;
         free(space), free(more);
     }
@@ -300,7 +300,7 @@ static void exercise_store(const int64_t *formats) {
     wrong += ftruncate(fileno(file), 1000) != 0;
     for (int l = 0; l < LAYERS; l++) {
         uint8_t *space = aligned_alloc(64, experts_scratch(later + l, TOKENS));
-        multiply_experts(later + l, x, TOKENS, NULL, chosen, out, space);
+        multiply_experts(later + l, x, TOKENS, chosen, out, space);
         for (int64_t i = 0; i < TOKENS * HIDDEN && store.failed; i++) wrong += !isnan(out[i]);
         free(space);
     }
@@ -344,7 +344,7 @@ static void exercise_hostile(int64_t format, int64_t planes) {
         uint8_t *space = malloc(activation_bytes(SIZE, tokens, planes)), *more = aligned_alloc(64, experts_scratch(&of, tokens));
         int32_t chosen[MOST_TOKENS * USED];
         multiply_blocks(&w, x, tokens, planes, out, space);
-        multiply_experts(&of, x, tokens, NULL, chosen, out, more);
+        multiply_experts(&of, x, tokens, chosen, out, more);
         for (int64_t i = 0; i < tokens * USED; i++) wrong += chosen[i] < 0 || chosen[i] >= COUNT || (i % USED && chosen[i] <= chosen[i - 1]);
         free(space), free(more);
     }
