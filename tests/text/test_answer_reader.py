@@ -21,7 +21,7 @@ def tokenizer(thought: str, example: str, signs: tuple[str, ...]) -> HFTokenizer
     """A tokenizer of characters whose chat template names the marks of a form; marks of control are special tokens."""
     text = f"{thought} {example} {' '.join(signs)}"
     extra = sorted({*text, "\n", *'<>/_{}":1234567890[]'} - {*tiny_models.LETTERS})
-    inner = tiny_models.tokenizer(extra, "{# " + text + " #}a:")
+    inner = tiny_models.tokenizer(extra, "{% if tools %}{% endif %}{# " + text + " #}a:")
     inner.add_special_tokens({"additional_special_tokens": sorted({*SPECIAL.findall(text), "<|im_end|>"})})
     return HFTokenizer(inner)
 

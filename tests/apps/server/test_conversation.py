@@ -9,6 +9,7 @@ import pytest
 
 from slipstream import UsageError
 from slipstream.apps.server.conversation import Call, TemplateTraits, Turn
+from slipstream.tokenization.answer_forms import HERMES
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.tokenization.tokenizer import ChatForm
 from tests.support.chat_templates import REAL, TEMPLATES
@@ -122,7 +123,7 @@ def test_a_template_without_tools_gets_a_tool_prompt_and_calls_as_text() -> None
     assert json.dumps(TOOLS[0]) in text and "<tool_call>" in text
     assert '<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call>' in text
     assert "<tool_response>\na heron\n</tool_response>" in text
-    assert HFTokenizer(byte_tokenizer(TEMPLATES["no tools"])).call_opening() == "<tool_call>"
+    assert HFTokenizer(byte_tokenizer(TEMPLATES["no tools"])).answer_form().calls is HERMES
 
 
 def test_a_template_that_refuses_everything_is_left_alone() -> None:

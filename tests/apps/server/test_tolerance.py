@@ -50,7 +50,6 @@ def ignored(server: RunningServer) -> dict[str, float]:
     [
         ({"reasoning_effort": "low"}, ["reasoning_effort"]),
         ({"reasoning": {"effort": "low"}}, ["reasoning"]),
-        ({"thinking": {"type": "enabled"}}, ["thinking"]),
         ({"chat_template_kwargs": {"enable_thinking": True}}, ["chat_template_kwargs.enable_thinking"]),
         ({"thinking_token_budget": 5}, ["thinking_token_budget"]),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, ["thinking", "thinking.budget_tokens"]),
@@ -150,6 +149,7 @@ def test_a_switch_of_the_template_follows_the_effort() -> None:
 
         assert length() == length(reasoning_effort="none") == length(thinking={"type": "disabled"}) == 2
         assert length(reasoning_effort="high") == length(reasoning={"enabled": True}) == 2 + len("think")
+        assert length(reasoning={"enabled": {}}) == 2
         switched_off = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"}
         assert length(**switched_off) == 2 and not ignored(server)
 

@@ -190,12 +190,13 @@ def written(text: str, cuts: int, reason: str = "stop", **options: Any) -> tuple
     async def work() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         live = LiveRequest("/")
         live.jobs = [Job(live, 0, row)]
-        writer, chunks = ChatWriter(live, fields, facts), []
+        writer, whole, chunks = ChatWriter(live, fields, facts), ChatWriter(live, fields, facts), []
         for at in range(0, len(ids), cuts):
             round = Round(0, 0, 1, at, (), row.commit(ids[at : at + cuts]), 0, False, row.finish_reason)
             event = Committed(0, round, 0.0, new_text(row, ours))
             chunks += [chunk["choices"][0] for chunk in writer.take(event)]
-        return chunks, writer.whole()["choices"][0]
+            whole.note(event)
+        return chunks, whole.whole()["choices"][0]
 
     return asyncio.run(work())
 

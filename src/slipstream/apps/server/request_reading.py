@@ -309,7 +309,8 @@ def _asked_effort(fields: ConversationFields) -> tuple[str, str | None]:
     if fields.reasoning_effort is not None:
         return "reasoning_effort", fields.reasoning_effort
     if isinstance(reasoning := fields.reasoning, dict):
-        switch = {True: "on", False: "none"}.get(reasoning.get("enabled", True if "max_tokens" in reasoning else ""))
+        enabled = reasoning.get("enabled", True if reasoning.get("max_tokens") else None)
+        switch = "on" if enabled is True else "none" if enabled is False else None
         effort = reasoning.get("effort", switch)
         return "reasoning", effort if isinstance(effort, str) else None
     if isinstance(thinking := fields.thinking, dict):
