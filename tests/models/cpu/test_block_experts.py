@@ -299,9 +299,11 @@ def test_a_router_that_is_a_bare_parameter_multiplies_tokens_together() -> None:
         def get_output_embeddings(self) -> nn.Module:
             return self.head
 
-    assert _multiplies_tokens_independently(Model(nn.LayerNorm(64), in_kernels(mixture("qwen3_moe"))))
-    assert not _multiplies_tokens_independently(Model(Router()))
-    assert not _multiplies_tokens_independently(Model(block_of(mixture("qwen3_moe"))[1]))
+    assert _multiplies_tokens_independently(Model(nn.LayerNorm(64), in_kernels(mixture("qwen3_moe"))), [])
+    assert not _multiplies_tokens_independently(Model(Router()), [])
+    assert not _multiplies_tokens_independently(Model(block_of(mixture("qwen3_moe"))[1]), [])
+    layer = Router()  # of a compiled layer, the kernels compute everything
+    assert _multiplies_tokens_independently(Model(layer), [layer])
 
 
 @pytest.fixture(scope="module")
