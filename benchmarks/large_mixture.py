@@ -65,7 +65,7 @@ def main() -> None:
             (cache / "kernels").symlink_to(cache_folder() / "kernels", target_is_directory=True)
         environment["SLIPSTREAM_MODELS"] = str(cache)
         command = [sys.executable, __file__, str(arguments.folder), "--tokens", str(arguments.tokens), "--run"]
-        finished = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        finished = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, encoding="utf-8")
         result = json.loads(finished.stdout.splitlines()[-1])
         texts.append(result.pop("text"))
         print(json.dumps({"run": name, **result, "same_text": texts[-1] == texts[0]}), flush=True)

@@ -11,7 +11,7 @@ AREAS = ("src", "docs", "examples", "benchmarks", "tests", "packaging")
 NAMED = re.compile(
     r"`((?:\w+/)*\w+\.(?:py|c|h|json|jsonl))`|\b((?:benchmarks|examples|tests)/[\w/]+\.(?:py|json|jsonl))"
 )
-MADE = {"runs.jsonl", "slipstream.json", "tune.json", "vllm.json"}  # by commands
+MADE = {"runs.jsonl", "slipstream.json", "tune.json", "vllm.json", "mine.py"}  # by commands or readers
 
 
 @subcases("page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.stem)

@@ -51,7 +51,9 @@ def choose_engine(
 
 def pick_drafter(models: ModelPair, lengths: LengthChoice, requested: str | Drafter) -> str | Drafter:
     """The drafter that "auto" or `module:Name` stands for; any other as it is."""
-    if isinstance(requested, str) and drafters.is_of_user(requested):
+    if not isinstance(requested, str):
+        return requested
+    if drafters.is_of_user(requested):
         target = models.target_session
         setup = drafters.Setup(target.backend.device, target.backend.vocab_size, target=target)
         return drafters.users_drafter(requested, setup)

@@ -259,7 +259,7 @@ NAMES = [command.name or command.callback.__name__ for command in cli.app.regist
 def test_every_command_has_help(capsys, monkeypatch, command: str) -> None:
     code, out, _ = run(capsys, monkeypatch, *command.split(), "--help")
     assert code == 0 and re.match(rf"Usage: .*slipstream {command} \[OPTIONS\]", out)
-    assert ("--json FILE" in out) == (command not in ("chat", "help", "report", "serve"))
+    assert ("--json FILE" in out) == (command not in ("chat", "help", "launch", "report", "serve"))
 
 
 @pytest.mark.parametrize("command", ["generate", "batch", "bench", "sweep"])

@@ -122,6 +122,7 @@ CLIENTS = {
 
 @command(
     "launch",
+    "slipstream launch opencode",
     "slipstream launch claude --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
     "slipstream launch codex -- exec 'Explain this repository.'",
 )
