@@ -34,4 +34,4 @@ def test_every_kind_of_call_returns_the_decoders_text(server: RunningServer, dec
     assert call["name"] == "add" and set(call["args"]) == {"x", "unit"}
     assert answers["after_call"] and answers["after_call"] != expected  # the template has shown the call and its answer
     assert answers["completion"] == plain.generate("A heron", SamplingParams(max_tokens=20), chat=False).text
-    assert answers["errors"] == {"model": 404, "top_p": 400, "max_completion_tokens": 400}
+    assert answers["errors"] == {"top_p": 400, "max_completion_tokens": 400}

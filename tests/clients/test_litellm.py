@@ -36,7 +36,6 @@ def test_every_kind_of_call_returns_the_decoders_text(server: RunningServer, dec
     assert answers["call_reason"] == "tool_calls"
     assert answers["completion"] == plain.generate("A heron", SamplingParams(max_tokens=20), chat=False).text
     assert answers["errors"] == {
-        "no such model": "NotFoundError",
         "bad field": "BadRequestError",
         "too long": "ContextWindowExceededError",
     }

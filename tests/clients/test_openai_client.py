@@ -148,9 +148,8 @@ def test_closing_a_stream_ends_its_request(client: openai.OpenAI, server: Runnin
 @pytest.mark.parametrize(
     ("fields", "error", "param"),
     [
-        ({"model": "other"}, openai.NotFoundError, "model"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 5000}, openai.BadRequestError, "max_tokens"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         ({"response_format": {"type": "json_schema"}}, openai.BadRequestError, "response_format.json_schema"),
         ({"messages": [{"role": "user", "content": "x" * (5 << 20)}]}, openai.APIStatusError, None),
     ],

@@ -41,7 +41,7 @@ def main(url: str, name: str, bodies: str) -> dict[str, Any]:
         "completion": OpenAI(**place, temperature=0, max_tokens=20).invoke("A heron"),
         "errors": {},
     }
-    for field, value in {"model": "other", "top_p": 7, "max_completion_tokens": 100_000}.items():
+    for field, value in {"top_p": 7, "max_completion_tokens": -1}.items():
         try:
             ChatOpenAI(**place | inputs["options"] | {field: value}).invoke(messages)
         except openai.APIStatusError as error:

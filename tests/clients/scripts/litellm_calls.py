@@ -44,9 +44,8 @@ def main(url: str, model: str, bodies: str) -> dict[str, Any]:
         "errors": {},
     }
     wrong: dict[str, dict[str, Any]] = {
-        "no such model": {"model": "hosted_vllm/other"},
         "bad field": {"top_logprobs": 21},
-        "too long": {"max_tokens": 100_000},
+        "too long": {"messages": [{"role": "user", "content": "heron " * 100_000}]},
     }
     for name, fields in wrong.items():
         try:
