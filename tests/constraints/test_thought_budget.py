@@ -102,11 +102,12 @@ def test_budgets_are_kept_and_drafts_change_nothing(drafter: str, opens: bool, k
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_seeds", [1, pytest.param(17, marks=pytest.mark.exhaustive)])  # 17: over 2,000 texts
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize("kind", CONSTRAINTS)
-def test_two_thousand_texts_keep_their_budgets(kind: str, opens: bool) -> None:
+def test_texts_keep_their_budgets(kind: str, opens: bool, num_seeds: int) -> None:
     for budget in BUDGETS:
-        seeds = range(17)
+        seeds = range(num_seeds)
         plain = answers("none", opens, kind, budget, seeds, 1)
         for drafter, batch in (("ngram", 1), ("suffix", 5), ("model", 4), ("model", 8)):
             fast = answers(drafter, opens, kind, budget, seeds, batch)

@@ -216,7 +216,7 @@ def broken_answer(draw: random.Random, form: AnswerForm) -> str:
     return text
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.exhaustive)])
 def test_no_broken_answer_raises_or_loses_a_character(count: int) -> None:
     draw, forms = random.Random(1), [*FORMS.values()]
     for number in range(count):
