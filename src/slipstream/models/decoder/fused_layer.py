@@ -283,6 +283,9 @@ class FusedLayer:
             return self._original_forward(hidden_states, *inputs, **options)
         if self.plan.rotated:
             rope = self._angles(rope, positions, hidden_states.dtype)
+        elif rope is None:  # of a model without positions
+            nothing = hidden_states.new_empty(*hidden_states.shape[:2], 0)
+            rope = nothing, nothing
         output = self.ops.whole_layer(hidden_states, rope, cache, self.plan)
         if output is not None:
             return output
