@@ -23,6 +23,7 @@ from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, bloc
 from slipstream.models.cpu.compiled_layers import BlockLayerOps
 from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.decoder.fused_layer import FusedLayer
+from slipstream.models.decoder.rotary import RotaryAngles
 from slipstream.models.draft_vocabulary import RestrictedHead
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
@@ -339,10 +340,12 @@ def test_scaled_positions_are_the_files_however_it_is_loaded(kind: str, tmp_path
     expected = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=settings, **shape))
     unscaled = LlamaRotaryEmbedding(LlamaConfig(**shape))
     assert not torch.allclose(unscaled.inv_freq, expected.inv_freq)  # or the test would show nothing
+    x, positions = torch.zeros(1, 1), torch.arange(40)[None]
     for options in (LoadOptions("float32"), LoadOptions("bfloat16"), LoadOptions()):
         rope = load(str(file), options).model.model.rotary_emb
-        assert torch.allclose(rope.inv_freq, expected.inv_freq, rtol=1e-5)
-        assert rope.attention_scaling == expected.attention_scaling
+        kinds = list(rope.rope_type)[:1] if isinstance(rope, RotaryAngles) else []
+        for ours, theirs in zip(rope(x, positions, *kinds), expected(x, positions), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_unknown_scalings_of_positions_are_refused(tmp_path: Path) -> None:
