@@ -139,20 +139,20 @@ def launch_command(
     Uses the server at --url if one runs there and no model is named; else starts one, and ends it with the client. The
     variable SLIPSTREAM_API_KEY holds the key of a server that needs one.
     """
-    if (known := CLIENTS.get(client)) is None:
+    if (agent := CLIENTS.get(client)) is None:
         raise UsageError(f"unknown client {client!r}; allowed: {', '.join(CLIENTS)}{did_you_mean(client, *CLIENTS)}")
     program = shutil.which(client)
     if program is None and not shows:
-        raise SlipstreamError(f"{client!r} is not installed; run: npm install -g {known.package}")
+        raise SlipstreamError(f"{client!r} is not installed; run: npm install -g {agent.package}")
     names_model = models.target != EMBEDDED or models.draft is not None
     served = None if names_model else found(url.rstrip("/"))
     with started(models) if served is None else _running(served) as server:
-        if server.window < known.prompt_tokens:
+        if server.window < agent.prompt_tokens:
             err.sentence(
-                f"warning: the first request of {client} has about {counted(known.prompt_tokens, 'token')}, and "
+                f"warning: the first request of {client} has about {counted(agent.prompt_tokens, 'token')}, and "
                 f"{server.model} takes {server.window}"
             )
-        settings = known.settings(server)
+        settings = agent.settings(server)
         if shows:
             for name, value in settings.environment.items():
                 sys.stdout.write(f"{name}={value}\n")

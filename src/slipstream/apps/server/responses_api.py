@@ -253,7 +253,7 @@ class ResponsesWriter(MessageWriter):
         self._open: dict[str, Any] | None = None  # the item that text is added to
         self._shows_summary = asked.reasoning is not None and asked.reasoning.summary is not None
         self._sequence = 0
-        self._members = {tool["function"]["name"]: said for tool, said in _tools(asked.tools or []) if said}
+        self._members = {tool["function"]["name"]: member for tool, member in _tools(asked.tools or []) if member}
 
     def sent(self, item: dict[str, Any]) -> bytes:
         numbered = {"type": item["type"], "sequence_number": self._sequence} | item
@@ -393,9 +393,9 @@ class ResponsesWriter(MessageWriter):
 
     def _call_item(self, call: ToolCall) -> dict[str, Any]:
         number = f"{self.live.id[:16]}_{len(self._items)}"
-        said = self._members.get(call.name, {"name": call.name})
+        name = self._members.get(call.name, {"name": call.name})
         identity = {"id": f"fc_{number}", "type": "function_call", "call_id": call.id or f"call_{number}"}
-        return {**identity, **said, "arguments": call.arguments, "status": "completed"}
+        return {**identity, **name, "arguments": call.arguments, "status": "completed"}
 
     def _call(self, call: ToolCall) -> list[dict[str, Any]]:
         item, index = self._call_item(call), len(self._items)
