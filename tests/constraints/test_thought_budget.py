@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream import Constraint, Result, SamplingParams, SpeculativeDecoder
+from slipstream import Constraint, Result, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.constraints.answer_grammar import thought_rules
 from slipstream.constraints.thought_budget import ThoughtBudget
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
@@ -145,3 +145,8 @@ def test_a_closing_mark_of_several_tokens_ends_a_thought_too() -> None:
     ours = HFTokenizer(tokenizer(True))
     spelled = [token for sign in "</think>" for token in ours.bare(sign)]
     assert len(spelled) == 8 and budget_of(9, True).num_legal(ours.bare("a"), [*spelled, *ours.bare("b c d e f")]) == 17
+
+
+def test_a_model_that_writes_no_thoughts_refuses_a_budget() -> None:
+    with pytest.raises(UsageError, match="thinking_token_budget=5, but this model writes no thoughts; allowed: None"):
+        SpeculativeDecoder("toy").generate("The heron", thinking_token_budget=5)

@@ -112,21 +112,20 @@ def users_drafter(text: str, setup: Setup) -> Drafter:
     """
     from slipstream.core.interfaces import Drafter
 
-    named = user_object("drafter", text)
-    if isinstance(named, Drafter) and not isinstance(named, type):
-        return named
+    factory = user_object("drafter", text)
+    if isinstance(factory, Drafter) and not isinstance(factory, type):
+        return factory
     try:
-        needed = [
-            p for p in signature(named).parameters.values() if p.default is p.empty and p.kind <= p.VAR_POSITIONAL
-        ]
-        made = named(setup) if needed else named()
+        parameters = signature(factory).parameters.values()
+        takes_setup = any(p.default is p.empty and p.kind <= p.VAR_POSITIONAL for p in parameters)
+        drafter = factory(setup) if takes_setup else factory()
     except Exception as error:  # a user's class may raise anything
         raise UsageError(f"drafter={text!r} cannot be made: {with_class(error)}") from error
-    if not isinstance(made, Drafter):
+    if not isinstance(drafter, Drafter):
         raise UsageError(
-            f"drafter={text!r} makes {made!r:.60}; allowed: an object with propose(rows, lengths, sampler)"
+            f"drafter={text!r} makes {drafter!r:.60}; allowed: an object with propose(rows, lengths, sampler)"
         )
-    return made
+    return drafter
 
 
 def traits_of(drafter: str | Drafter) -> Traits:

@@ -392,12 +392,15 @@ class RequestReader:
         return row
 
     def _limit_thought(self, row: Row, budget: int | None) -> None:
-        """Give a row its budget of thought, if its model writes thoughts."""
+        """Give a row its budget of thought, unless its prompt ends the thought."""
         tokenizer = self.target.tokenizer
-        if budget is None or not isinstance(tokenizer, AnswerTokenizer):
+        if budget is None:
             return
-        thought, prompt = tokenizer.answer_form().thought, row.tokens
-        if thought is not None and not ends_thought(tokenizer, prompt):
+        thought = tokenizer.answer_form().thought if isinstance(tokenizer, AnswerTokenizer) else None
+        if thought is None or not isinstance(tokenizer, AnswerTokenizer):
+            raise UsageError(f"thinking_token_budget={budget}, but this model writes no thoughts; allowed: None")
+        prompt = row.tokens
+        if not ends_thought(tokenizer, prompt):
             row.constraint = ThoughtBudget(
                 tokenizer,
                 budget,
