@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "granitemoe": {},
     "gpt_oss": {},
-    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_layer_start_index": 0},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_layer_start_index": 0, "moe_num_shared_experts": 1},
     "glm4_moe": GLM | {"first_k_dense_replace": 0},
     "glm4_moe_lite": GLM | LATENT | {"mlp_layer_types": ["sparse"] * 2},
     "lfm2_moe": FULL | {"num_dense_layers": 0, "use_expert_bias": True},

@@ -179,7 +179,7 @@ def test_a_forced_choice_is_used_in_one_call(folder_of: Callable[[str], Path]) -
     assert torch.equal(logits(backend, 5), whole)
 
 
-IN_ONE_CALL = {"qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "granitemoe", "gpt_oss", "glm4_moe"}
+IN_ONE_CALL = {"qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "granitemoe", "gpt_oss", "glm4_moe", "ernie4_5_moe"}
 
 
 @pytest.mark.parametrize("family", mostly_slow(sorted(IN_ONE_CALL), "gpt_oss"))
