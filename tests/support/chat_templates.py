@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from slipstream import SpeculativeDecoder
 from slipstream.models.cache_folder import cache_folder
+from tests.support import tiny_models
 
 TOOLS = "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
 OPENING = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -59,3 +63,11 @@ REAL = {
     for name in ("smollm2", "qwen0.5b")
     if (file := cache_folder() / name / "chat_template.jinja").is_file()
 }
+
+
+def decoder_without_tools() -> SpeculativeDecoder:
+    """A tiny model whose template reads no tools."""
+    tokenizer = tiny_models.byte_tokenizer(TEMPLATES["no tools"])
+    model = tiny_models.fresh("llama", vocab_size=len(tokenizer), max_position_embeddings=4096, eos_token_id=1)
+    settings: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 4, "acceptance": "match"}
+    return SpeculativeDecoder(model, tokenizer=tokenizer, **settings)

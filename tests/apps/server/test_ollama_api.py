@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from slipstream import SpeculativeDecoder
 from tests.apps.server.test_messages_api import with_parts
-from tests.support import tiny_models
-from tests.support.chat_templates import TEMPLATES
+from tests.support.chat_templates import decoder_without_tools
 from tests.support.markers import subcases
 from tests.support.running_server import ARGUMENTS, RunningServer, running_server
 
@@ -25,12 +23,7 @@ CHAT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    inner = tiny_models.byte_tokenizer(TEMPLATES["no tools"])
-    model = tiny_models.fresh("llama", vocab_size=len(inner), max_position_embeddings=4096, eos_token_id=1)
-    settings: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 4, "acceptance": "match"}
-    with running_server(
-        lambda: SpeculativeDecoder(model, tokenizer=inner, **settings), served_model_name=("tiny", "other")
-    ) as running:
+    with running_server(decoder_without_tools, served_model_name=("tiny", "other")) as running:
         yield running
 
 
