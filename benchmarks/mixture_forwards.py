@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import numpy
 import torch
 import typer
-from random_pair import MERGE, vocabulary
+from random_pair import write_tokenizer
 from terminal import JsonFile, console, run
 from torch import Tensor
 
@@ -79,14 +79,7 @@ def write(file: Path, shape: Shape, layers: int) -> None:
     writer.add_expert_count(shape.experts)
     writer.add_expert_used_count(shape.used)
     writer.add_expert_feed_forward_length(shape.inner)
-    writer.add_vocab_size(shape.vocabulary)
-    tokens = vocabulary(shape.vocabulary)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * (len(tokens) - 1) + [3])
-    writer.add_token_merges([" ".join(MERGE)])
-    writer.add_eos_token_id(len(tokens) - 1)
+    write_tokenizer(writer, shape.vocabulary)
     for name, sizes, kind in tensors(shape, layers):
         if kind == "F32":
             numbers = rng.normal(0, 0.02, sizes) if len(sizes) > 1 else numpy.ones(sizes)

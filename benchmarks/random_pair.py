@@ -99,6 +99,18 @@ def vocabulary(size: int) -> list[str]:
     return [*tokens, *(f"t{number}" for number in range(size - len(tokens) - 1)), END]
 
 
+def write_tokenizer(writer: Any, size: int) -> None:
+    """Write the metadata of a GGUF file's tokenizer with this many tokens."""
+    tokens = vocabulary(size)
+    writer.add_vocab_size(size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(tokens) - 1) + [3])
+    writer.add_token_merges([" ".join(MERGE)])
+    writer.add_eos_token_id(len(tokens) - 1)
+
+
 def tour(size: int, acceptance: float) -> Tensor:
     """[size]: the token after each. A share of 1 - acceptance of them differs from the tour with acceptance 1."""
     generator = torch.Generator().manual_seed(0)
@@ -189,14 +201,7 @@ class RandomModel:
         writer.add_head_count_kv(self.sizes["num_key_value_heads"])
         writer.add_layer_norm_rms_eps(self.config.rms_norm_eps)
         writer.add_rope_freq_base(self.config.rope_parameters["rope_theta"])
-        writer.add_vocab_size(self.sizes["vocab_size"])
-        tokens = vocabulary(self.sizes["vocab_size"])
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("qwen2")
-        writer.add_token_list(tokens)
-        writer.add_token_types([1] * (len(tokens) - 1) + [3])
-        writer.add_token_merges([" ".join(MERGE)])
-        writer.add_eos_token_id(len(tokens) - 1)
+        write_tokenizer(writer, self.sizes["vocab_size"])
         names = gguf.get_tensor_name_map(architecture, self.sizes["num_hidden_layers"])
         for name, tensor in self.tensors():
             gguf_name = names.get_name(name, (".weight", ".bias"))

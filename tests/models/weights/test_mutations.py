@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from slipstream.models.cpu.kernel_libraries import block_kernels, kernels
 from tests.models.weights.check_mutations import faults, readers_refusal, refusal
 from tests.models.weights.test_gguf_architectures import has_kernels
 from tests.support.gguf_mutations import MUTATIONS
 
-pytestmark = has_kernels
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_before_the_cache_is_another() -> None:
-    block_kernels()
-    kernels()
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+pytestmark = [has_kernels, pytest.mark.usefixtures("own_cache")]
 
 
 @pytest.mark.parametrize("kind", ["header", "tensors", "experts"])

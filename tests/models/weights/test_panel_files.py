@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_experts import experts_of
-from slipstream.models.cpu.kernel_libraries import block_kernels, kernels
+from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights import gguf_tensors, panel_files
@@ -26,21 +26,14 @@ from slipstream.models.weights.stored_models import remove_model, stored_models
 from tests.models.weights.test_gguf_architectures import has_kernels
 from tests.support.gguf_architectures import CASES, architecture, write_case
 
-pytestmark = [has_kernels, pytest.mark.skipif(os.name != "posix", reason="files are mapped on POSIX systems")]
+pytestmark = [
+    has_kernels,
+    pytest.mark.usefixtures("own_cache"),
+    pytest.mark.skipif(os.name != "posix", reason="files are mapped on POSIX systems"),
+]
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
 IDS = torch.randint(3, 250, (1, 40), generator=torch.Generator().manual_seed(2))
 Usage = namedtuple("Usage", ["total", "used", "free"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_before_the_cache_is_another() -> None:
-    block_kernels()
-    kernels()
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
 
 
 @pytest.fixture
