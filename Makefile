@@ -14,7 +14,7 @@ WORKERS ?= 2
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Other projects that tests and benchmarks run, each in its own environment.
-CLIENTS := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)))
+CLIENTS := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt tests/clients/requirements/*.npm)))
 
 .PHONY: demo test test-exhaustive test-fast check check-architectures check-mutations lines examples bench bench-quick clients docs wheels clean
 
@@ -25,7 +25,7 @@ test: $(STAMP)
 	@$(BIN)/slipstream models pull smollm2
 	@$(PYTEST) --durations=10
 
-# All combinations of parameters; `make test` covers them pair by pair.
+# All combinations of parameters, tests of benchmarks, sanitizers, and slow cases of what a quicker test guards.
 test-exhaustive: $(STAMP)
 	@$(BIN)/slipstream models pull smollm2
 	@$(PYTEST) --exhaustive --durations=10
@@ -63,13 +63,25 @@ examples: $(STAMP)
 lines:
 	@$(PYTHON) -m tests.support.line_counts
 
-# Takes about 6 GB and ten minutes. Without a client, its tests are skipped.
-clients: $(CLIENTS:%=.clients/%/.installed)
+# Takes about 8 GB and ten minutes; coding agents need npm. Without a client, its tests are skipped.
+clients: $(CLIENTS:%=.clients/%/.installed) .clients/chat_templates/.installed
 
 .clients/%/.installed: tests/clients/requirements/%.txt constraints.txt
 	@test -x .clients/$*/bin/python || $(PYTHON) -m venv .clients/$*
 	@echo "installing into .clients/$* (once) ..."
 	@.clients/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+	@touch $@
+
+.clients/%/.installed: tests/clients/requirements/%.npm
+	@echo "installing into .clients/$* (once) ..."
+	@npm install --prefix .clients/$* --no-audit --no-fund --loglevel=error $$(cat $<)
+	@touch $@
+
+# Chat templates of some seventy models, which come with llama-cpp-python's source.
+.clients/chat_templates/.installed: tests/clients/requirements/llama_cpp.txt $(STAMP)
+	@$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -d $(@D) -r $<
+	@tar -xzf $(@D)/llama_cpp_python-*.tar.gz -C $(@D) --wildcards --transform 's|.*/||' '*/models/templates/*.jinja'
+	@rm $(@D)/llama_cpp_python-*.tar.gz
 	@touch $@
 
 # Writes the documentation to site/. A broken link or an unknown page is an error.

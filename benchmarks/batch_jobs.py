@@ -1,8 +1,9 @@
-"""Batch jobs: do they survive SIGKILL, and how fast are they beside `generate` and Hugging Face's padded batches?
+"""Batch jobs: do they survive SIGKILL, and how fast are they next to `generate` and Hugging Face's padded batches?
 
     python benchmarks/batch_jobs.py --kills 10           # killed 10 times: every id once, with the text of a whole run
     python benchmarks/batch_jobs.py --speed --hf 120     # tokens per second; Hugging Face on the first 120 requests
     python benchmarks/batch_jobs.py --ray 2 --count 100 --kill-node     # two actors on two nodes of this machine
+    python benchmarks/batch_jobs.py --ray-blocks 300     # Ray's own time for a block of requests
 
 --ray runs the job on a Ray cluster of two nodes, both on this machine, and in one process. It compares the seconds
 and the lines, and exits with code 1 if a line is missing or differs. Requests are variants of the package's prompts,
@@ -63,9 +64,9 @@ def survive(args: argparse.Namespace) -> dict[str, Any]:
     options = ["--target", args.target, "--max-batch-size", str(args.batch)]
     out, answered = folder / "out.jsonl", []
     for _ in range(args.kills):
-        before = size(out)
+        before = num_lines(out)
         job = subprocess.Popen([*COMMAND, str(folder / "in.jsonl"), str(out), *options], stderr=subprocess.DEVNULL)
-        while size(out) <= before and job.poll() is None:
+        while num_lines(out) <= before and job.poll() is None:
             time.sleep(0.01)
         time.sleep(rng.uniform(0, args.longest))
         os.kill(job.pid, signal.SIGKILL)
@@ -79,21 +80,16 @@ def survive(args: argparse.Namespace) -> dict[str, Any]:
     return {"requests": len(lines), "kills": len(answered), "kept": answered, "ids": len(resumed), "identical": same}
 
 
-def size(path: Path) -> int:
-    """Bytes of a file, 0 if it does not exist yet."""
-    return path.stat().st_size if path.exists() else 0
-
-
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of a batch job with and without drafts, of `generate` over the list, and of Hugging Face."""
     from slipstream import SamplingParams, SpeculativeDecoder
 
     lines, folder = requests(args.count), Path(tempfile.mkdtemp())
     prompts = [line["prompt"] for line in lines]
-    params = [SamplingParams(max_tokens=line["max_tokens"]) for line in lines]
+    params = [SamplingParams(max_tokens=line["max_tokens"]).explicit for line in lines]
     figures: dict[str, Any] = {"requests": len(lines)}
     decoder = SpeculativeDecoder(args.target, acceptance="match", max_batch_size=args.batch)
-    decoder.generate(prompts[: args.batch], SamplingParams(max_tokens=16))  # warm
+    decoder.generate(prompts[: args.batch], SamplingParams(max_tokens=16).explicit)  # warm
 
     def forget_everything() -> None:
         decoder.forget()
@@ -137,7 +133,8 @@ def baseline(args: argparse.Namespace, decoder: Any, prompts: list[str], params:
     from dataclasses import replace
 
     from slipstream.bench.arms import Arm
-    from slipstream.bench.baselines import Baseline, plain_model
+    from slipstream.bench.baselines import Baseline
+    from slipstream.certificate.parity import plain_model
     from slipstream.models.loaded import LoadOptions
 
     hf = Baseline(Arm("hf"), plain_model(decoder.target, LoadOptions()), None, decoder.target.end_ids, args.batch)
@@ -206,6 +203,42 @@ def over_ray(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+class _Echo:
+    """An engine that answers at once."""
+
+    def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
+        return block
+
+
+def ray_costs(args: argparse.Namespace) -> dict[str, float]:
+    """Time a job whose engine answers at once: its first block, and each further one. Blocks are synced to disk."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from slipstream.integrations.ray.ray_job import BLOCKS_AT_ONCE
+    from slipstream.integrations.ray.ray_options import ray_module
+
+    ray: Any = ray_module()
+    begun = time.perf_counter()
+    ray.init(log_to_driver=False, logging_level="ERROR")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    lines = requests(args.ray_blocks * args.batch)
+    items = [{"number": number, "line": json.dumps(line)} for number, line in enumerate(lines)]
+    in_flight = {"max_tasks_in_flight_per_actor": 2 * BLOCKS_AT_ONCE, "max_concurrent_calls_per_actor": BLOCKS_AT_ONCE}
+    pool = ray.data.ActorPoolStrategy(size=1, enable_true_multi_threading=True, **in_flight)
+    answered = ray.data.from_items(items, override_num_blocks=args.ray_blocks).map_batches(
+        _Echo, batch_size=None, compute=pool, num_cpus=1
+    )
+    ended = []
+    with tempfile.TemporaryFile() as out:
+        for block in answered.iter_batches(batch_size=None, prefetch_batches=0):
+            out.write("\n".join(map(str, block["line"])).encode())
+            out.flush()
+            os.fsync(out.fileno())
+            ended.append(time.perf_counter())
+    ray.shutdown()
+    milliseconds = 1e3 * (ended[-1] - ended[0]) / max(1, len(ended) - 1)
+    return {"first_block_seconds": round(ended[0] - begun, 2), "block_milliseconds": round(milliseconds, 2)}
+
+
 def main() -> None:
     """Run the measurements that the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -218,6 +251,7 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true", help="measure tokens per second")
     parser.add_argument("--hf", type=int, default=0, help="with --speed: requests for Hugging Face")
     parser.add_argument("--ray", type=int, default=0, help="run the job on this many Ray actors")
+    parser.add_argument("--ray-blocks", type=int, default=0, help="time Ray on this many blocks of --batch requests")
     parser.add_argument("--kill-node", action="store_true", help="with --ray: kill a node during the job")
     args = parser.parse_args()
     report: dict[str, Any] = {"target": args.target, "batch_size": args.batch}
@@ -227,6 +261,8 @@ def main() -> None:
         report |= survive(args)
     if args.ray:
         report |= {"ray": over_ray(args)}
+    if args.ray_blocks:
+        report |= ray_costs(args)
     print(json.dumps(report))
     if args.ray and not report["ray"]["identical"] == report["ray"]["ids"] == args.count:
         raise SystemExit(1)

@@ -12,10 +12,10 @@ measured between the turns, by summing a large tensor with all threads.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.table import Table
-from terminal import Count, JsonFile, console, numbers, run
+from terminal import Child, Count, JsonFile, console, numbers, run, save
 
 from slipstream.bench.llama_cpp import bindings, gguf_file
 from slipstream.errors import SlipstreamError
@@ -38,10 +38,10 @@ FLOATS = 1 << 28  # 1 GiB, more than any cache
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and its model. name: in tables; kind: as `forward_worker.py` calls the engine."""
+    """An engine and its model."""
 
-    name: str
-    kind: str
+    name: str  # in tables
+    kind: str  # as `forward_worker.py` calls the engine
     target: str
 
     def command(self, task: str) -> list[str]:
@@ -63,37 +63,6 @@ class Engine:
         return seconds
 
 
-class Worker:
-    """A process of an engine that reads one request per line and answers each with one line."""
-
-    def __init__(self, engine: Engine, context: int) -> None:
-        self.engine = engine
-        self._process = subprocess.Popen(
-            engine.command(str(context)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
-        )
-        self._line()
-
-    def ask(self, line: str) -> Any:
-        """Send one line and return the answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._line())
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SlipstreamError(f"the process of {self.engine.name} has ended; see above")
-        return line
-
-
 def main(
     target: str,
     widths: str = "1,4,8,16",
@@ -110,28 +79,27 @@ def main(
     engines += [] if beside is None else [Engine(beside, "slipstream", beside)]
     requests = [*(f"tokens {width}" for width in numbers("--widths", widths)), f"prompt {prompt}"]
     large = torch.ones(FLOATS)
-    workers, times, bandwidth = [Worker(engine, context) for engine in engines], {}, list[float]()
-    for turn in range(turns + 1):
-        for request in requests:
-            for worker in workers:
-                milliseconds = worker.ask(request)
-                if turn:  # the first turn warms up
-                    times.setdefault((worker.engine.name, request), []).append(milliseconds)
-        bandwidth.append(_bandwidth(large))
-    del large
-    memory = {worker.engine.name: worker.ask("memory") for worker in workers}
-    for worker in workers:
-        worker.close()
+    times, bandwidth = {}, list[float]()
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Child(engine.name, engine.command(str(context)))) for engine in engines]
+        for turn in range(turns + 1):
+            for request in requests:
+                for worker in workers:
+                    milliseconds = worker.ask(request)
+                    if turn:  # the first turn warms up
+                        times.setdefault((worker.name, request), []).append(milliseconds)
+            bandwidth.append(_bandwidth(large))
+        del large
+        memory = {worker.name: worker.ask("memory") for worker in workers}
     medians = {key: median(values) for key, values in times.items()}
     console.print(f"{file.name}: {file.stat().st_size / 1e6:.0f} MB, {torch.get_num_threads()} threads")
     console.print(f"memory bandwidth: {median(bandwidth):.1f} GB/s, at most {max(bandwidth):.1f}")
     console.print(_forwards([engine.name for engine in engines], requests, medians))
     starts = {engine.name: [engine.cold_start() for _ in range(cold + 1)][1:] for engine in engines} if cold else {}
     console.print(_processes([engine.name for engine in engines], memory, starts))
-    if json_file is not None:
-        by_name = {f"{name}, {request}": values for (name, request), values in times.items()}
-        result = {"target": target, "bandwidth": bandwidth, "milliseconds": by_name, "memory": memory, "starts": starts}
-        json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    by_name = {f"{name}, {request}": values for (name, request), values in times.items()}
+    result = {"target": target, "bandwidth": bandwidth, "milliseconds": by_name, "memory": memory, "starts": starts}
+    save(json_file, result)
 
 
 def _bandwidth(large: torch.Tensor) -> float:

@@ -13,19 +13,17 @@ else to do. Exit code 1 if the median ratio of an arm is below --least.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, median, quantiles
-from subprocess import PIPE, Popen
 from time import perf_counter
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from same_texts import choose_prompts
-from terminal import Count, JsonFile, console, run
+from terminal import Child, Count, JsonFile, console, run, save
 
 WORKER = "--worker"  # runs this script as the process of one checkout
 
@@ -39,38 +37,19 @@ class Pair:
     same: bool
 
 
-class Checkout:
+class Checkout(Child):
     """A process with a checkout's code and loaded models."""
 
     def __init__(self, folder: Path, job: dict[str, Any]) -> None:
-        command, sources = [sys.executable, __file__, WORKER, str(folder)], {"PYTHONPATH": str(folder / "src")}
-        self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=os.environ | sources, encoding="utf-8")
-        self._send(job)
-        self._answer()  # loaded and calibrated, so that the next checkout does so with the machine to itself
-
-    def _send(self, message: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
+        super().__init__(
+            str(folder), [sys.executable, __file__, WORKER, str(folder)], {"PYTHONPATH": str(folder / "src")}
+        )
+        self.ask(job)  # loaded and calibrated, so that the next checkout does so with the machine to itself
 
     def timed(self, arm: str, prompt: str) -> tuple[float, list[int]]:
         """Generate the answer to a prompt; returns seconds and token ids."""
-        self._send([arm, prompt])
-        seconds, tokens = self._answer()
+        seconds, tokens = self.ask([arm, prompt])
         return seconds, tokens
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker failed with exit code {self._process.wait()}")
-        return json.loads(line)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
 
 
 def work(checkout: Path) -> None:
@@ -150,9 +129,8 @@ def main(
                 for arm in names:
                     pairs[arm].append(measure(old, new, arm, prompt, number % 2 == 1))
     medians = show(pairs)
-    if json_file is not None:
-        runs = {arm: [[pair.before, pair.after, pair.same] for pair in found] for arm, found in pairs.items()}
-        json_file.write_text(json.dumps({"runs": runs, "medians": medians}, indent=1), encoding="utf-8")
+    runs = {arm: [[pair.before, pair.after, pair.same] for pair in measured] for arm, measured in pairs.items()}
+    save(json_file, {"runs": runs, "medians": medians})
     sys.exit(min(medians.values()) < least)
 
 

@@ -35,7 +35,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from terminal import Count, JsonFile, console, numbers, run
+from terminal import Count, JsonFile, console, numbers, run, save
 
 from slipstream.bench.arms import ASSISTED, HF, LLAMA, LLAMA_LOOKUP, LOOKUP, OF_LLAMA_CPP
 from slipstream.bench.records import Run, read_records
@@ -106,7 +106,7 @@ def main(
     try:
         for count in counts:
             speed = stage.measured(f"copy-{count}", "copy_speed", threads=count)["bytes_per_second"]
-            steps = stage.measured(f"steps-{count}", "steps_behind", target, *map(str, places), threads=count)
+            steps = stage.measured(f"steps-{count}", "steps_after", target, *map(str, places), threads=count)
             stage.bench(count)
             _, runs = read_records(folder / f"threads-{count}")
             lines.append(summary(count, runs, steps["weight_bytes"] / speed))
@@ -116,9 +116,7 @@ def main(
         console.print(f"stopped after {minutes:g} minutes; run it with the same folder to continue", soft_wrap=True)
     compare_with_first(lines)
     print_report(lines, bits)
-    if json_file is not None:
-        report = {"plan": plan, "prompts": len(prompts), "threads": lines, "bits": bits}
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save(json_file, {"plan": plan, "prompts": len(prompts), "threads": lines, "bits": bits})
     faults = ("errors", "different", "depend_on_threads", "bits_depend_on_threads")
     if (bits is not None and bits["different"]) or any(line[fault] for line in lines for fault in faults):
         raise typer.Exit(1)
@@ -148,7 +146,7 @@ def arms_of(target: str, draft: str | None) -> list[str]:
 
 
 def all_cores() -> int:
-    """How many physical cores this program may run on."""
+    """Number of physical cores this program may run on."""
     if sys.platform == "linux":
         return physical_cores(frozenset(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
@@ -184,10 +182,10 @@ def environment(threads: int | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Runs measurements in processes of their own and keeps them in a folder. ends: when to stop, by `monotonic`."""
+    """Runs measurements in processes of their own and keeps them in a folder."""
 
     folder: Path
-    ends: float | None
+    ends: float | None  # when to stop, by `monotonic`
 
     def measured(self, name: str, function: str, *arguments: str, threads: int | None) -> Line:
         """The result of a function of this file with this many threads, from the folder if it is there."""
@@ -235,7 +233,7 @@ def copy_speed() -> Line:
     return {"bytes_per_second": 2 * COPIED / median(seconds[1:])}
 
 
-def steps_behind(target: str, *contexts: str) -> Line:
+def steps_after(target: str, *contexts: str) -> Line:
     """Median milliseconds of a step of one token after each of these contexts, which take turns.
 
     The contexts hold random keys and values; those longer than the model's are left out. bytes: the weights, keys and

@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from math import exp, log
 from pathlib import Path
-from statistics import mean, median
+from statistics import geometric_mean, median
 from time import perf_counter
 from typing import Annotated
 
@@ -62,9 +61,9 @@ def main(
     )
     drafters = _by_context(decoder, context) if context else _by_vocabulary(decoder)
     arms = {name: decoder.using(drafter, num_draft_tokens=draft_tokens) for name, drafter in drafters.items()}
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=0)
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=0).explicit
     results: dict[str, list[Result]] = {name: [] for name in arms}
-    arms["full"].generate("Hello", SamplingParams(max_tokens=8))
+    arms["full"].generate("Hello", SamplingParams(max_tokens=8).explicit)
     for number, prompt in enumerate(prompts):
         for name in list(arms)[:: 1 if number % 2 else -1]:
             decoder.forget()
@@ -95,7 +94,7 @@ def _by_vocabulary(decoder: SpeculativeDecoder) -> dict[str, ModelDrafter]:
 
 
 def _by_context(decoder: SpeculativeDecoder, limits: Sequence[int]) -> dict[str, ModelDrafter]:
-    """The draft model as it is, and for each limit the draft model reading at most so many tokens."""
+    """The draft model as it is, and restricted to reading each number of tokens."""
     models = decoder._models
     if models.draft is None or models.draft_session is None:
         raise UsageError("--context without a draft model; allowed: with one that has the target's vocabulary")
@@ -147,13 +146,13 @@ def reading_share(results: Sequence[Result]) -> float:
 
 
 def figures(results: Sequence[Result], full: Sequence[Result]) -> dict[str, float]:
-    """The figures of an arm. relative_time: over that of the unrestricted draft model."""
+    """The figures of an arm. relative_time: relative to the unrestricted draft model."""
     drafted = sum(result.stats.num_draft_tokens for result in results)
     accepted = sum(result.stats.num_accepted_tokens for result in results)
     ratios = [a.stats.total_seconds / b.stats.total_seconds for a, b in zip(results, full, strict=True)]
     return {
         "seconds": round(median(result.stats.total_seconds for result in results), 2),
-        "relative_time": round(exp(mean(map(log, ratios))), 3),
+        "relative_time": round(geometric_mean(ratios), 3),
         "step_ms": round(step_milliseconds(results), 2),
         "reading": round(reading_share(results), 3),
         "acceptance": round(accepted / max(1, drafted), 4),

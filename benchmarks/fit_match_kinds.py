@@ -4,18 +4,18 @@
     python benchmarks/fit_match_kinds.py RUNS/runs.jsonl --tokenizer smollm2
     python benchmarks/fit_match_kinds.py README.md docs/*.md --tokenizer smollm2
 
-`recorded_texts.py` describes the inputs. The suffix drafter drafts the recorded outputs round by round from the row's
-own text. A draft's tokens count up to the first that differs from the text. A token's kind is the length of its context
-and how far that context's occurrences agree. Logistic regression gives each length and each agreement a number, whose
-sum is the token's log-odds, with a small ridge for kinds that hardly occur. The script prints the fitted numbers beside
-those in use, and the log-loss per token of both on texts that were not fitted: each half is judged by the fit of the
-other, learning from each row as the drafter does. It also prints how often a runner-up is right where the first choice
-is wrong.
+An input is a benchmark's `runs.jsonl`, of which the first arm's outputs are read, or a text file, whose first part is
+the prompt. The suffix drafter drafts the outputs round by round from the row's own text. A draft's tokens count up to
+the first that differs from the output. A token's kind is the length of its context and how far its occurrences
+agree. Logistic regression gives each length and each agreement a number, whose sum is the token's log-odds, with a
+small ridge for kinds that hardly occur. The script prints the fitted numbers next to those in use, and the log-loss per
+token of both on outputs that were not fitted: each half is judged by the fit of the other, learning from each row as
+the drafter does. It also prints how often a runner-up is right where the first choice is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import exp, log
@@ -26,11 +26,11 @@ import numpy as np
 import torch
 import typer
 from numpy.typing import NDArray
-from recorded_texts import Recorded, read_texts, tokenizer_of
 from rich.table import Table
 from terminal import console, run
 
 from slipstream import SamplingParams, UsageError
+from slipstream.bench.records import FILE, read_records
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
@@ -44,7 +44,10 @@ from slipstream.drafters.suffix.suffix_drafter import (
     prior,
 )
 from slipstream.models.weights.model_files import quiet
+from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
 from slipstream.sampling.sampler import Sampler
+from slipstream.text.prompt_sets import read_prompts
+from slipstream.tokenization.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 BRANCHES = 2  # runners-up considered after each first choice
@@ -52,6 +55,47 @@ RIDGE = 1.0  # keeps a kind without tokens at 0
 STEPS = 50  # of Newton's method, which needs fewer than ten
 Seen = list[tuple[int, bool]]  # of each drafted token, in the order of the text: its kind, and if it was accepted
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A prompt and its output, as token ids."""
+
+    prompt: list[int]
+    output: list[int]
+
+
+def read_texts(inputs: Sequence[Path], tokenizer: Tokenizer, share: float, max_tokens: int) -> list[Recorded]:
+    """Read all inputs, without texts that lack a prompt or an output. share: of a text file that is its prompt."""
+    recorded: list[Recorded] = []
+    for path in inputs:
+        if path.name == FILE:
+            recorded += _of_runs(path.parent, tokenizer)
+        else:
+            ids = tokenizer.encode(read_prompts(path)[0].prompt)
+            cut = int(len(ids) * share)
+            recorded.append(Recorded(ids[:cut], ids[cut:]))
+    texts = [Recorded(t.prompt, t.output[:max_tokens]) for t in recorded if t.prompt and t.output]
+    if not texts:
+        raise UsageError(f"{', '.join(map(str, inputs))}: no texts; allowed: inputs with a prompt and an output")
+    return texts
+
+
+def _of_runs(folder: Path, tokenizer: Tokenizer) -> Iterator[Recorded]:
+    """The first arm's output for each prompt."""
+    header, runs = read_records(folder)
+    chat = tokenizer.has_chat_template and header.settings["chat"]
+    outputs = {
+        name: output
+        for measured in reversed(runs)
+        if measured.arm == header.settings["arms"][0]
+        for name, output in zip(measured.prompts, measured.texts, strict=measured.error is None)
+    }
+    for name, output in outputs.items():
+        prompt = header.prompts[name]
+        yield Recorded(
+            tokenizer.chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt), output
+        )
 
 
 class Recorder(AcceptanceModel):
@@ -153,18 +197,18 @@ def log_loss(chances: Sequence[float], texts: Sequence[Seen]) -> float:
 def main(
     inputs: list[Path],
     tokenizer: Annotated[str, typer.Option(help="model whose tokenizer is used; toy: bytes")] = "toy",
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="prompts of runs.jsonl", show_default="the package's")
-    ] = None,
     num_draft_tokens: Annotated[int, typer.Option(min=1, max=64)] = 15,
     prompt_share: Annotated[
         float, typer.Option(min=0.01, max=0.99, help="part of a text file that is the prompt")
     ] = 0.5,
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens read of each output")] = 1000,
 ) -> None:
-    """Print the fitted constants beside those in use."""
+    """Print the fitted constants next to the ones in use."""
     quiet()
-    texts = read_texts(inputs, tokenizer_of(tokenizer), prompt_file, prompt_share, max_tokens)
+    text_tokenizer = inspect_vocabulary(tokenizer).tokenizer
+    if text_tokenizer is None:
+        raise UsageError(f"model {tokenizer!r} has no tokenizer; allowed: a model with one, or toy")
+    texts = read_texts(inputs, text_tokenizer, prompt_share, max_tokens)
     if len(texts) < 2:
         raise UsageError("only one text; allowed: two or more, as each half is judged by the fit of the other")
     vocab_size = 1 + max(token for text in texts for token in (*text.prompt, *text.output))

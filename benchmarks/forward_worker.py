@@ -2,7 +2,7 @@
 
     python benchmarks/forward_worker.py ENGINE MODEL CONTEXT
 
-ENGINE is slipstream or llama.cpp. Lines of standard input, and what answers them:
+ENGINE is slipstream or llama.cpp. Lines of standard input (JSON strings), and their answers:
 
 - `tokens N`: milliseconds of a forward of N tokens after CONTEXT others, including the likeliest token after each. The
   forward is computed twice and the second one timed, since the first meets caches and threads that another process has
@@ -87,7 +87,7 @@ def first_of_llama_cpp(target: str, message: str) -> None:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process that are resident, and those of them that are anonymous."""
+    """Resident and anonymous bytes of this process."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(VmRSS|RssAnon):\s+(\d+) kB", status, re.M)}
     return {"resident": sizes["VmRSS"], "anonymous": sizes["RssAnon"]}
@@ -98,7 +98,7 @@ def serve(read: Read, prompt: Prompt, context: int) -> None:
     tokens = [random.Random(1).randrange(1, SAFE) for _ in range(LONGEST)]
     context_is_cached = False
     for line in sys.stdin:
-        kind, _, number = line.strip().partition(" ")
+        kind, _, number = json.loads(line).partition(" ")
         if kind == "tokens":
             if not context_is_cached:
                 read(tokens[:context], 0)
@@ -122,7 +122,6 @@ def main(engine: str, target: str, task: str) -> None:
         print("done", flush=True)
         return
     read, prompt = (slipstream if ours else llama_cpp)(target)
-    print("ready", flush=True)
     serve(read, prompt, int(task))
 
 

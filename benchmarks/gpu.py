@@ -46,16 +46,16 @@ from gpu_arms import (
     fused,
     hf_arm,
     slipstream_arm,
-    wait_for,
     with_library_products,
 )
 from gpu_products import compare_products
-from terminal import Count, JsonFile, run
+from terminal import Count, JsonFile, run, save
 
 from slipstream.certificate.parity import first_difference, last_logits
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.weights.model_files import quiet
+from slipstream.reproducibility.timing import wait_for_device
 
 TIE = 0.02  # of the largest logit
 PROMPTS = 8
@@ -103,15 +103,13 @@ def main(
         """Measure a part unless an earlier run has; print it and save the result so far."""
         if name not in result["parts"]:
             result["parts"][name] = measured()
-            if json_file is not None:
-                json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+            save(json_file, result)
         print(f"{name}: {result['parts'][name]}")
 
     for rows in map(str, batches or (1, 2 if small else PROMPTS)):
         if rows not in result["batches"]:
             result["batches"][rows] = measure(setting, backends, int(rows), repeats, result)
-            if json_file is not None:
-                json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+            save(json_file, result)
         print_against_limits(result, rows)
     part("tokens with the bits that they have alone", lambda: fixed_orders(setting, backends, small))
     part("products, GB/s", lambda: compare_products((setting.target, setting.draft), small))
@@ -176,10 +174,10 @@ def bandwidth(device: torch.device, size: int) -> float:
     copy = torch.empty_like(source)
     seconds = []
     for _ in range(20):
-        wait_for(device)
+        wait_for_device(device)
         started = perf_counter()
         copy.copy_(source)
-        wait_for(device)
+        wait_for_device(device)
         seconds.append(perf_counter() - started)
     return 2 * size / median(seconds)
 
@@ -244,10 +242,10 @@ def attempt(arm: Arm, work: Callable[[], None]) -> None:
 
 def timed(arm: Arm, rows: int, setting: Setting, keep: bool) -> None:
     """Run an arm once. keep: record its time and texts."""
-    wait_for(setting.device)
+    wait_for_device(setting.device)
     started = perf_counter()
     texts = arm.run(rows)
-    wait_for(setting.device)
+    wait_for_device(setting.device)
     if keep:
         arm.texts = texts
         arm.seconds.append(perf_counter() - started)
@@ -287,7 +285,7 @@ def report(arm: Arm, reference: Arm, setting: Setting, rows: int) -> dict[str, A
 
 
 def parity(texts: list[list[int]], expected: list[list[int]], setting: Setting) -> str:
-    """How many texts are identical to the reference's, part from it at a tie, or differ otherwise."""
+    """Counts of texts that equal the reference's, part from it at a tie, or differ otherwise."""
     counts = {"identical": 0, "tie": 0, "different": 0}
     if not expected:
         return "no reference"

@@ -25,6 +25,7 @@ from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.trials import OwnLogits
 from slipstream.reproducibility.calibration import calibrate
+from slipstream.reproducibility.timing import wait_for_device
 from slipstream.sampling.sampler import Sampler
 
 FAINT = 2.0**-10  # factor of embeddings with which the random layers outweigh the last token
@@ -40,17 +41,14 @@ TINY_DRAFT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1
 
 @dataclass(frozen=True)
 class Setting:
-    """What every arm shares. wrong: [rows, positions], true where a draft token is replaced by a wrong one.
-
-    faster_target, faster_draft: copies of the models whose layers `fused` replaces.
-    """
+    """Shared by every arm."""
 
     target: Any
     draft: Any
-    faster_target: Any
-    faster_draft: Any
+    faster_target: Any  # a copy whose layers `fused` replaces
+    faster_draft: Any  # the same of the draft model
     prompts: list[list[int]]
-    wrong: Tensor
+    wrong: Tensor  # [rows, positions], true where a draft token is replaced by a wrong one
     max_tokens: int
     num_draft_tokens: int
 
@@ -62,19 +60,16 @@ class Setting:
 
 @dataclass
 class Arm:
-    """A way to generate. run: takes a number of rows and returns their new tokens.
-
-    seconds: one per repeat; stages: median milliseconds; backends: of target and draft model, None for Hugging Face.
-    """
+    """A way to generate."""
 
     name: str
-    run: Callable[[int], list[list[int]]]
-    seconds: list[float] = field(default_factory=list)
+    run: Callable[[int], list[list[int]]]  # takes a number of rows and returns their new tokens
+    seconds: list[float] = field(default_factory=list)  # one per repeat
     texts: list[list[int]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
-    stages: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)  # median milliseconds
     error: str | None = None
-    backends: tuple[Any, Any | None] | None = None
+    backends: tuple[Any, Any | None] | None = None  # of target and draft model; None for Hugging Face
 
 
 def build(shape: dict[str, int], device: torch.device) -> Any:
@@ -142,27 +137,21 @@ class WaitingSession(Session):
     def score(self, *arguments: Any, **options: Any) -> Tensor:
         """See `Session.score`."""
         logits = super().score(*arguments, **options)
-        wait_for(logits.device)
+        wait_for_device(logits.device)
         return logits
 
     def verify_greedy(self, *arguments: Any, **options: Any) -> Verdict | None:
         """See `Session.verify_greedy`. Its time counts as "verify", the acceptance included."""
         verdict = super().verify_greedy(*arguments, **options)
-        wait_for(self.backend.device)
+        wait_for_device(self.backend.device)
         return verdict
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until the device has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def slipstream_arm(name: str, setting: Setting, backends: tuple[Any, Any | None], waiting: bool = False) -> Arm:
     """An arm of Slipstream. backends: of the target and, to speculate, of the draft model."""
     target = (WaitingSession if waiting else Session)(backends[0])
     draft = None if backends[1] is None else Session(backends[1])
-    wait = (lambda: wait_for(setting.device)) if waiting else (lambda: None)
+    wait = (lambda: wait_for_device(setting.device)) if waiting else (lambda: None)
     vocab, count = target.backend.vocab_size, setting.num_draft_tokens if draft else 0
     sources = [] if draft is None else [Source(Mistaken(ModelDrafter(draft, vocab), setting.wrong, vocab, wait))]
 
@@ -171,7 +160,7 @@ def slipstream_arm(name: str, setting: Setting, backends: tuple[Any, Any | None]
         for session in (target, draft):
             if session is not None:
                 session.forget()
-        params = SamplingParams(max_tokens=setting.max_tokens)
+        params = SamplingParams(max_tokens=setting.max_tokens).explicit
         batch = [Row(i, list(ids), params, i) for i, ids in enumerate(setting.prompts[:rows])]
         arm.rounds = [round_ for round_ in scheduler.run(batch) if round_.row == 0]
         return [row.output for row in batch]
@@ -227,7 +216,7 @@ def agreeing_widths(backend: Any) -> str:
 
 
 def fixed_order(backend: Any, prompts: list[list[int]], longest: int) -> dict[str, int]:
-    """How many tokens have, in forwards of every width and number of rows, the same bits as alone.
+    """Counts the tokens that have, in forwards of every width and number of rows, the same bits as alone.
 
     Overwrites the KV cache.
     """

@@ -24,22 +24,22 @@ from slipstream.errors import SlipstreamError
 
 @dataclass
 class Answer:
-    """A request and its answer. begun, times: when it was sent and when each chunk with text came, in seconds."""
+    """A request and its answer."""
 
     prompt: str
-    begun: float
+    begun: float  # when it was sent, in seconds
     text: str = ""
-    times: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # when each chunk with text came
     tokens: int = 0  # set by the caller, who has the tokenizer
     reason: str | None = None
 
 
 @dataclass(frozen=True)
 class Load:
-    """streams: most requests at a time; rate: random arrivals per second, None: the next when a stream is free."""
+    """The number and the timing of requests."""
 
-    streams: int
-    rate: float | None = None
+    streams: int  # most requests at a time
+    rate: float | None = None  # random arrivals per second; None: the next when a stream is free
 
     def __str__(self) -> str:
         return f"{self.streams} streams" if self.rate is None else f"Poisson {self.rate:g}/s"

@@ -11,7 +11,6 @@ order, as if each were added when it is done, and the same forward is computed t
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import random
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ import numpy
 import torch
 import typer
 from random_pair import write_tokenizer
-from terminal import JsonFile, console, run
+from terminal import JsonFile, console, run, save
 from torch import Tensor
 
 from slipstream.errors import UsageError
@@ -65,7 +64,7 @@ def write(file: Path, shape: Shape, layers: int) -> None:
     import gguf
 
     rng, kinds = numpy.random.default_rng(1), gguf.GGMLQuantizationType
-    writer = gguf.GGUFWriter(file, "qwen3moe")
+    writer = gguf.GGUFWriter(file, "qwen3moe", use_temp_file=True)  # some are larger than the memory
     writer.add_context_length(32768)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(layers)
@@ -136,12 +135,12 @@ class RandomOrder:
         self._of, self._library = block.sum_of, block._library
         self._block = block
         self._single = ExpertsStruct.from_buffer_copy(block.struct)
-        self._single.used = self._single.normalises = self._single.num_forced = 1
+        self._single.used = self._single.normalizes = self._single.num_forced = 1
         self._single.shared = ExpertSetStruct()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """x: [..., hidden] -> [..., hidden]."""
-        self._of(x)
+        self._of(x, routed)
         rows, chosen = x.reshape(-1, x.shape[-1]).float().contiguous(), self._block.chosen
         total, out, experts = torch.zeros_like(rows), torch.empty_like(rows), chosen.unique().tolist()
         scratch = torch.empty(
@@ -150,7 +149,7 @@ class RandomOrder:
         for expert in random.sample(experts, len(experts)):
             forced = torch.tensor([expert], dtype=torch.int32)
             self._single.forced = address(forced)
-            arrays = address(rows), len(rows), None, address(out), address(scratch)
+            arrays = address(rows), None, len(rows), None, address(out), address(scratch)
             self._library.multiply_experts(ctypes.addressof(self._single), *arrays)
             total += torch.where((chosen == expert).any(-1, keepdim=True), out, 0) / chosen.shape[1]
         return total.view(x.shape).to(x.dtype)
@@ -174,13 +173,16 @@ class Forwards:
         """Logits [B, W, V] of a random forward, and the positions [B, W] of its tokens."""
         width, rows = random.randint(1, WIDTHS), random.randint(1, ROWS)
         torch.set_num_threads(random.randint(1, THREADS))
-        starts = [random.randint(0, len(self._text) - width) for _ in range(rows)]
+        starts = [random.randint(1, len(self._text) - width) for _ in range(rows)]
         positions = torch.tensor(starts)[:, None] + torch.arange(width)
         return self.at(positions), positions
 
     def at(self, positions: Tensor) -> Tensor:
         """Logits [B, W, V] of the tokens at these positions."""
         starts = positions[:, 0].tolist()
+        if self._backend.cache.states is not None:  # recurrent layers go on from where a slot's text ends
+            for slot, start in enumerate(starts):
+                self._backend.forward(self._text[None, :start], [0], first_slot=slot, logits=False)
         logits: Tensor = self._backend.forward(self._text[positions], starts, first_slot=0, logits=True)
         return logits
 
@@ -229,9 +231,7 @@ def main(
         again += not torch.equal(logits, tried.at(positions))
     torch.set_num_threads(threads)
     console.print(f"control, experts in a random order: {again} of {control} forwards differ from themselves")
-    if json_file is not None:
-        result = {"file": str(file), "forwards": forwards, "differ": differing, "control": [again, control]}
-        json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    save(json_file, {"file": str(file), "forwards": forwards, "differ": differing, "control": [again, control]})
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import typer
 from rich import box
 from rich.table import Table
 from safetensors.torch import load_file, save_file
-from terminal import Count, JsonFile, console, numbers, run
+from terminal import Count, JsonFile, console, numbers, run, save
 from transformers.modeling_layers import MtpModel
 
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -55,11 +55,11 @@ class Sizes:
 
 @dataclass
 class Arm:
-    """A way to generate. seconds: per output token, one for each turn; right: number of correct texts."""
+    """A way to generate."""
 
     generate: Callable[[list[list[int]]], list[list[int]]]
-    seconds: list[float] = field(default_factory=list)
-    right: int = 0
+    seconds: list[float] = field(default_factory=list)  # per output token, one for each turn
+    right: int = 0  # number of correct texts
 
 
 def main(
@@ -90,9 +90,8 @@ def main(
     for batch, arms in tables.items():
         summary[f"batch {batch}"] = _print(batch, arms, repeats)
     print(json.dumps(summary))
-    if json_file is not None:
-        seconds = {batch: {name: arm.seconds for name, arm in arms.items()} for batch, arms in tables.items()}
-        json_file.write_text(json.dumps({**summary, "seconds_per_token": seconds}, indent=2) + "\n", encoding="utf-8")
+    seconds = {batch: {name: arm.seconds for name, arm in arms.items()} for batch, arms in tables.items()}
+    save(json_file, {**summary, "seconds_per_token": seconds})
     if any(arm.right < repeats * batch for batch, arms in tables.items() for arm in arms.values()):
         sys.exit(1)
 
@@ -159,7 +158,7 @@ def _batch(
     repeats: int,
 ) -> dict[str, Arm]:
     """Run all arms at one batch size in turns, whose order alternates."""
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True).explicit
 
     def ours(decoder: SpeculativeDecoder) -> Arm:
         def generate(prompts: list[list[int]]) -> list[list[int]]:

@@ -29,7 +29,7 @@ MECHANISMS = (
     Mechanism(
         "passing over searches that save less than they take", ((planner.Planner, "_searches", lambda *_: True),)
     ),
-    Mechanism("trying again what was passed over", ((planner.Pause, "is_due", False),)),
+    Mechanism("trying again what was passed over", ((planner.Pause, "is_due", False), (planner, "TRIAL", 0.0))),
     Mechanism(
         "the return to a first guess while a draft model is unused",
         ((acceptance_model.ModelDrafts, "relax", do_nothing),),
@@ -38,7 +38,6 @@ MECHANISMS = (
         "counting what lookups leave to the draft model", ((planner, "OWN_TOKENS", 1e9), (planner, "ALL_TOKENS", 1e9))
     ),
     Mechanism("counting the time to read a text", ((costs.CostModel, "reading", lambda self, tokens: 0.0),)),
-    Mechanism("learning how long texts get", ((planner.TextLengths, "learn", do_nothing),)),
     Mechanism(
         "more weight for the row that ends last",
         ((planner, "worth_of_tokens", lambda rows, *_: [planner.Worth()] * len(rows)),),

@@ -44,8 +44,7 @@ def main(
     """Write texts, drafts and costs to OUT."""
     quiet()
     decoder = SpeculativeDecoder(target, draft, max_batch_size=8)
-    offered = builtin_prompts() if prompts is None else read_prompts(prompts)
-    chosen = [prompt for group in _by_family(offered).values() for prompt in group[:per_family]]
+    chosen = builtin_prompts(limit=per_family) if prompts is None else read_prompts(prompts, limit=per_family)
     if not out.parent.is_dir() or out.is_dir():
         raise UsageError(f"{str(out)!r}; allowed: a file in an existing folder")
     with out.open("w", encoding="utf-8") as file:
@@ -53,7 +52,7 @@ def main(
         file.write(json.dumps({"target": target, "draft": draft} | _costs(decoder, first)) + "\n")
         for prompt in chosen:
             ids = decoder.encode(prompt.prompt, chat=True)
-            result = decoder.generate(ids, SamplingParams(max_tokens=max_tokens))
+            result = decoder.generate(ids, SamplingParams(max_tokens=max_tokens).explicit)
             output = result.token_ids
             line = {"family": prompt.category, "prompt": ids, "output": output, "max_tokens": max_tokens}
             line["stops"] = result.finish_reason == "stop"
@@ -74,7 +73,7 @@ def _costs(decoder: SpeculativeDecoder, prompts: Sequence[list[int]]) -> dict[st
     shapes, table = decoder.shapes, table_of(decoder.costs)
     table |= {"widths": shapes.widths, "alone": shapes.alone, "totals": shapes.totals}
     searching = decoder.using("suffix", num_draft_tokens=7)
-    results = [searching.generate(ids, SamplingParams(max_tokens=32)) for ids in prompts]
+    results = [searching.generate(ids, SamplingParams(max_tokens=32).explicit) for ids in prompts]
     seconds = [decoded.seconds for result in results for decoded in result.rounds[1:]]  # the first reads the prompt
     return {
         "costs": table,
@@ -82,13 +81,6 @@ def _costs(decoder: SpeculativeDecoder, prompts: Sequence[list[int]]) -> dict[st
         "overhead": 1e3 * median(part.total - part.prefill - part.draft - part.verify for part in seconds),
         "trees": decoder._target_session.branches,
     }
-
-
-def _by_family(prompts: Sequence[Any]) -> dict[str, list[Any]]:
-    families: dict[str, list[Any]] = {}
-    for prompt in prompts:
-        families.setdefault(prompt.category, []).append(prompt)
-    return families
 
 
 @torch.inference_mode()

@@ -23,8 +23,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from math import exp, log
+from math import exp
 from pathlib import Path
+from statistics import geometric_mean
 from types import SimpleNamespace
 from typing import Annotated, Any, cast
 from unittest.mock import patch
@@ -78,7 +79,7 @@ class Recording:
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is a draft model."""
+        """True if there is a draft model."""
         return bool(self.records[0]["model"])
 
     @classmethod
@@ -138,7 +139,7 @@ class SimulatedClock:
 
 @dataclass
 class RecordedModel:
-    """What the stand-ins for both models share. noise: varies the times."""
+    """Base of the stand-ins for both models. noise: varies the times."""
 
     recording: Recording
     clock: SimulatedClock
@@ -174,7 +175,7 @@ class RecordedTarget(RecordedModel):
         return self._logits([self._text(row)[:1] for row in rows]) if logits else None
 
     def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
-        """Whether a forward takes such a tree."""
+        """True if a forward takes such a tree."""
         return len(rows) == 1 or self.recording.costs.ragged(len(rows), sum(draft.lengths)) is not None
 
     def score_tree(self, rows: Sequence[Row], draft: Draft) -> Tensor:
@@ -258,7 +259,7 @@ class RecordedDraftModel(RecordedModel):
         """Do nothing, as there is no cache."""
 
     def holds(self, row: Row) -> bool:
-        """Whether it has read some of the row's text."""
+        """True if it has read some of the row's text."""
         return row in self._read
 
 
@@ -384,11 +385,6 @@ def cost_model_of(costs: CostModel, off: float = 0.0, seed: int = 0) -> CostMode
         (costs.token or 0.0) * exp(noise.gauss(0, off)) or None,
         costs.experts and replace(costs.experts, exponent=PRIOR),
     )
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of positive numbers."""
-    return exp(sum(map(log, values)) / len(values))
 
 
 def groups_of(recording: Recording, batch: int, seed: int) -> dict[str, list[list[int]]]:

@@ -1,7 +1,7 @@
 """Writes a target and a draft model with the shapes of real ones, whose drafts are right with a set probability.
 
     python benchmarks/random_pair.py 1.5b FOLDER
-    python benchmarks/random_pair.py 1.5b FOLDER --gguf      # and both as Q4_K_M, by llama.cpp's quantiser
+    python benchmarks/random_pair.py 1.5b FOLDER --gguf      # and both as Q4_K_M, by llama.cpp's quantizer
 
 For machines without network. The weights are random, but both models follow the same tour through the vocabulary: after
 each token they choose the next one by a wide margin, so that neither near-ties nor repetitions disturb a measurement.
@@ -214,7 +214,7 @@ class RandomModel:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        quantise(bf16_file, file)
+        quantize(bf16_file, file)
         bf16_file.unlink()
 
 
@@ -224,13 +224,13 @@ def _save_all(parts: dict[str, dict[str, Tensor]], folder: Path) -> None:
     parts.clear()
 
 
-def quantise(bf16_file: Path, file: Path) -> None:
-    """Quantise a GGUF file to Q4_K_M by llama.cpp, with as many threads as PyTorch has."""
+def quantize(bf16_file: Path, file: Path) -> None:
+    """Quantize a GGUF file to Q4_K_M by llama.cpp, with as many threads as PyTorch has."""
     llama, scratch = bindings("--gguf"), file.with_suffix(".part")
     settings = llama.llama_model_quantize_default_params()
     settings.ftype, settings.nthread = llama.LLAMA_FTYPE_MOSTLY_Q4_K_M, torch.get_num_threads()
     if code := llama.llama_model_quantize(str(bf16_file).encode(), str(scratch).encode(), ctypes.byref(settings)):
-        raise SlipstreamError(f"llama.cpp could not quantise {str(bf16_file)!r}: code {code}")
+        raise SlipstreamError(f"llama.cpp could not quantize {str(bf16_file)!r}: code {code}")
     scratch.replace(file)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/reproducible_cost.py smollm2 PROMPTS.jsonl
     python benchmarks/reproducible_cost.py TARGET PROMPTS.jsonl --draft DRAFT --dtype float32
 
-First it calibrates anew, whatever is saved, and prints how much longer a plain step takes at the agreeing widths than
+First it calibrates, whatever is saved, and prints how much longer a plain step takes at the agreeing widths than
 at the fastest one. Then it decodes every prompt greedily, plain and speculative, with both kinds of shapes in turns. A
 prompt's times are medians of its turns. A cost is the ratio of two times minus 1: end to end the geometric mean over
 the prompts, for the parts the median, each with its range. The time of a round is that of its verification; the time of
@@ -12,18 +12,16 @@ reading the prompt is the target's. Texts of the free shapes are compared with t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import exp, log
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from time import perf_counter
 from typing import Any
 
 import torch
 from rich.table import Table
-from terminal import Count, JsonFile, console, run
+from terminal import Count, JsonFile, console, run, save
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.certificate.parity import Difference, TieJudge, count_differences
@@ -32,7 +30,7 @@ from slipstream.models.weights.model_files import quiet
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.text.prompt_sets import read_prompts, spread
 
-WARM_UP = SamplingParams(max_tokens=8)
+WARM_UP = SamplingParams(max_tokens=8).explicit
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Costs:
     @property
     def mean(self) -> float:
         """The geometric mean of the end-to-end ratios."""
-        return exp(sum(map(log, self.whole)) / len(self.whole))
+        return geometric_mean(self.whole)
 
     @property
     def line(self) -> str:
@@ -103,23 +101,15 @@ def main(
     calibrated = fresh_calibrations(base, calibrations)
     console.print(calibration_line(base, calibrated), soft_wrap=True)
     drafters = ["none", "ngram", *(["model"] if draft else [])]
-    costs = [measure(base, name, ids, SamplingParams(max_tokens=max_tokens), repeats) for name in drafters]
+    costs = [measure(base, name, ids, SamplingParams(max_tokens=max_tokens).explicit, repeats) for name in drafters]
     console.print(table_of(costs))
     lengths = [len(tokens) for tokens in ids]
     console.print(f"{max_tokens} new tokens after prompts of {min(lengths)} to {max(lengths)} tokens:")
     for cost in costs:
         console.print(cost.line, soft_wrap=True)
-    if json_file is not None:
-        report = {
-            "target": target,
-            "draft": draft,
-            "dtype": dtype,
-            "torch": torch.__version__,
-            "calibrations": [asdict(c) | {"cost": c.cost} for c in calibrated],
-        }
-        json_file.write_text(
-            json.dumps({**report, "costs": [_as_json(cost) for cost in costs]}, indent=1) + "\n", encoding="utf-8"
-        )
+    report: dict[str, Any] = {"target": target, "draft": draft, "dtype": dtype, "torch": torch.__version__}
+    report["calibrations"] = [asdict(c) | {"cost": c.cost} for c in calibrated]
+    save(json_file, report | {"costs": [_as_json(cost) for cost in costs]})
 
 
 def fresh_calibrations(base: SpeculativeDecoder, count: int) -> list[Calibration]:

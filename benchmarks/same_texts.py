@@ -42,18 +42,15 @@ Texts = dict[str, list[list[int]]]  # arm -> token ids of each prompt's text
 
 @dataclass(frozen=True)
 class Job:
-    """The work of both checkouts. batch: prompts decoded together.
-
-    options, params: further arguments of the decoder and of `SamplingParams`; num_draft_tokens: of all arms but "auto".
-    """
+    """The work of both checkouts."""
 
     target: str
     draft: str | None
-    options: dict[str, Any]
-    params: dict[str, Any]
-    num_draft_tokens: int | str
+    options: dict[str, Any]  # further arguments of the decoder
+    params: dict[str, Any]  # further arguments of `SamplingParams`
+    num_draft_tokens: int | str  # of all arms but "auto"
     max_tokens: int
-    batch: int
+    batch: int  # prompts decoded together
     drafters: list[str]
     temperatures: list[float]
     prompts: list[str]
@@ -62,11 +59,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How one arm's texts compare. first: prompt and position of the first difference, if there is one."""
+    """The comparison of one arm's texts."""
 
     identical: int
     different: int
-    first: tuple[int, int] | None
+    first: tuple[int, int] | None  # prompt and position of the first difference
 
 
 def compare(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> Comparison:

@@ -13,7 +13,6 @@ where it is spent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
@@ -25,7 +24,7 @@ import torch
 import typer
 from rich import box
 from rich.table import Table
-from terminal import JsonFile, console, run
+from terminal import JsonFile, console, run, save
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -40,6 +39,7 @@ from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters import Setup, load
 from slipstream.models.weights.model_files import quiet
+from slipstream.reproducibility.timing import wait_for_device
 from slipstream.sampling.sampler import Sampler
 
 WARM_UP = 2  # uncounted rounds at the start of each line's turn
@@ -88,8 +88,7 @@ class _WaitingBackend:
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         out = self._inner.forward(tokens, starts, first_slot=first_slot, logits=logits)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for_device(self.device)
         return out
 
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -152,7 +151,7 @@ class Scaling:
         generator = torch.Generator().manual_seed(20230621)
         vocab = min(s.backend.vocab_size for s in (self._target, self._draft) if s is not None)
         prompt = torch.randint(0, vocab, (context,), generator=generator).tolist()
-        params = SamplingParams(max_tokens=self._tokens, ignore_eos=True, **self.options)
+        params = SamplingParams(max_tokens=self._tokens, ignore_eos=True, **self.options).explicit
         return [Row(i, list(prompt), params, seed=i) for i in range(batch)]
 
     def _read(self, context: int, batch: int) -> None:
@@ -199,8 +198,7 @@ class Scaling:
         for _ in range(self.rounds + 1):
             started = perf_counter()
             scaled_dot_product_attention(query, *cached, attn_mask=mask)
-            if query.device.type == "cuda":
-                torch.cuda.synchronize(query.device)
+            wait_for_device(query.device)
             milliseconds.append(1e3 * (perf_counter() - started) * config.num_hidden_layers)
         return milliseconds[1:]
 
@@ -264,12 +262,9 @@ def main(
     console.print(
         f"{target}, drafter {drafter}, {num_draft_tokens} draft tokens; torch {torch.__version__}, {hardware}"
     )
-    if json_file is not None:
-        figures = [{**asdict(line), "total": line.total} for line in lines]
-        summary = {"target": target, "draft": draft, "drafter": drafter, "options": options, "where": hardware}
-        json_file.write_text(
-            json.dumps({**summary, "torch": torch.__version__, "lines": figures}, indent=2) + "\n", encoding="utf-8"
-        )
+    figures = [{**asdict(line), "total": line.total} for line in lines]
+    summary = {"target": target, "draft": draft, "drafter": drafter, "options": options, "where": hardware}
+    save(json_file, {**summary, "torch": torch.__version__, "lines": figures})
 
 
 if __name__ == "__main__":

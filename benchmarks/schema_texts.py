@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-from terminal import positive
+from terminal import positive, save
 
 from slipstream import Constraint, UsageError
 from slipstream.constraints.grammar_text import load_llguidance
@@ -351,7 +351,7 @@ def check(seeds: Sequence[int], texts_each: int) -> Findings:
     """Draw a schema for each seed, and texts of each."""
     findings, previous = Findings(), {"type": "null"}
     for seed in seeds:
-        schema, rng = SchemaMaker(seed).schema(), random.Random(seed)
+        schema = SchemaMaker(seed).schema()
         findings.schemas += 1
         try:
             constraint = Constraint(json_schema=schema)
@@ -360,36 +360,47 @@ def check(seeds: Sequence[int], texts_each: int) -> Findings:
             continue
         findings.accepted += 1
         matcher = load_llguidance().LLMatcher(byte_tokenizer(), constraint.text, log_level=0)
-        samples = list[str]()
-        for _ in range(texts_each):
-            try:
-                text = drawn(matcher, rng)
-            except LookupError as error:
-                findings.stuck += 1
-                findings.wrong.append({"seed": seed, "schema": schema, "text": str(error)[:200], "problem": "stuck"})
-                continue
-            if text is None:
-                findings.unfinished += 1
-            else:
-                samples.append(text)
-        is_numeric = schema.get("type") in ("integer", "number")
-        around = numbers_around(schema) if is_numeric else []
-        findings.numbers += len(around)
-        allowed = [text for text in around if is_allowed(matcher, text)]
-        for text in (set(around) - set(allowed)) if is_numeric else ():
-            if problem(schema, text) is None and not (schema["type"] == "integer" and not text.lstrip("-").isdigit()):
-                findings.narrowed[notation(text)] += 1
-                if notation(text) == "up to 15 digits":
-                    findings.narrowed_examples.append((schema, text))
-        findings.texts += len(samples)
-        for text in samples + allowed:
+        samples = sample(findings, seed, schema, matcher, texts_each)
+        numbers = try_numbers(findings, schema, matcher) if schema.get("type") in ("integer", "number") else []
+        for text in samples + numbers:
             if why := problem(schema, text):
                 findings.wrong.append({"seed": seed, "schema": schema, "text": text[:200], "problem": why[:200]})
-        for text in samples:
-            findings.control_texts += 1
-            findings.control_wrong += problem(previous, text) is not None
+        findings.control_texts += len(samples)
+        findings.control_wrong += sum(problem(previous, text) is not None for text in samples)
         previous = schema
     return findings
+
+
+def sample(findings: Findings, seed: int, schema: Schema, matcher: Any, count: int) -> list[str]:
+    """Draw texts of a schema; the finished ones."""
+    rng, texts = random.Random(seed), list[str]()
+    for _ in range(count):
+        try:
+            text = drawn(matcher, rng)
+        except LookupError as error:
+            findings.stuck += 1
+            findings.wrong.append({"seed": seed, "schema": schema, "text": str(error)[:200], "problem": "stuck"})
+            continue
+        if text is None:
+            findings.unfinished += 1
+        else:
+            texts.append(text)
+    findings.texts += len(texts)
+    return texts
+
+
+def try_numbers(findings: Findings, schema: Schema, matcher: Any) -> list[str]:
+    """Try numbers around the bounds of a schema, and count the valid ones that are not allowed; the allowed ones."""
+    around = numbers_around(schema)
+    findings.numbers += len(around)
+    allowed = [text for text in around if is_allowed(matcher, text)]
+    for text in set(around) - set(allowed):
+        is_spelled = schema["type"] == "number" or text.lstrip("-").isdigit()
+        if is_spelled and problem(schema, text) is None:
+            findings.narrowed[notation(text)] += 1
+            if notation(text) == "up to 15 digits":
+                findings.narrowed_examples.append((schema, text))
+    return allowed
 
 
 def summary(message: str) -> str:
@@ -407,8 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     findings = check(range(options.seed, options.seed + options.schemas), options.texts)
     print(findings)
-    if options.json:
-        options.json.write_text(json.dumps(vars(findings), indent=2) + "\n", encoding="utf-8")
+    save(options.json, vars(findings))
     return 0 if not findings.wrong and findings.control_wrong else 1
 
 

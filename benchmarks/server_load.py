@@ -121,8 +121,8 @@ def count_tokens(answers: Sequence[Answer], decoder: SpeculativeDecoder) -> None
 
 
 def same_as_plain(texts: dict[str, set[str]], decoder: SpeculativeDecoder, options: argparse.Namespace) -> str:
-    """How many prompts always got the text of plain decoding, as "SAME/ALL"."""
-    params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0)
+    """Number of prompts that always got the text of plain decoding, as "SAME/ALL"."""
+    params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0).explicit
     results = decoder.using("none").generate([[{"role": "user", "content": p}] for p in texts], params)
     same = sum(seen == {result.text} for seen, result in zip(texts.values(), results, strict=True))
     return f"{same}/{len(texts)}"
@@ -165,7 +165,9 @@ def _direct_and_served(
     """Seconds of a batch in one call and over HTTP. Its prompts must be new to both, since cached ones are not read."""
     shared = {"max_tokens": options.max_tokens, "temperature": 0.0, "ignore_eos": True}
     started = perf_counter()
-    results = decoder.generate([[{"role": "user", "content": prompt}] for prompt in prompts], SamplingParams(**shared))
+    results = decoder.generate(
+        [[{"role": "user", "content": prompt}] for prompt in prompts], SamplingParams(**shared).explicit
+    )
     direct = perf_counter() - started
     started = perf_counter()
     answers = asyncio.run(run_load(url, options.target, prompts, Load(len(prompts)), shared | fields))

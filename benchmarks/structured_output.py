@@ -28,7 +28,7 @@ import jsonschema
 import referencing
 import referencing.jsonschema
 from random_schemas import Schema, random_schema
-from terminal import in_one_line, positive
+from terminal import in_one_line, positive, save
 
 from slipstream import Constraint, Result, SamplingParams, SpeculativeDecoder, UsageError
 
@@ -86,14 +86,14 @@ class Arm:
 
 
 def is_date(value: object) -> bool:
-    """Whether a value is no string, or a date of RFC 3339. That has a leap year 0, which Python lacks."""
+    """True for anything but a string, and for a date of RFC 3339, which has a leap year 0 that Python lacks."""
     if not isinstance(value, str):
         return True
     return bool(date.fromisoformat(value.replace("0000-", "0004-", 1) if value.startswith("0000-") else value))
 
 
 def is_valid(text: str, schema: Schema, remotes: Registry = referencing.jsonschema.EMPTY_REGISTRY) -> bool:
-    """Whether a text is JSON that fits a schema. remotes: schemas that it may refer to."""
+    """True if a text is JSON that fits a schema. remotes: schemas that it may refer to."""
     validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     formats = jsonschema.FormatChecker(())
     formats.checkers = validator.FORMAT_CHECKER.checkers | {"date": (is_date, ValueError)}
@@ -173,7 +173,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         prompt = PROMPT.format(fields=fields_of(schema))
         for i in range(len(arms)):
             arm = arms[(i + number) % len(arms)]
-            arm.run(prompt, SamplingParams(**shared, seed=number, constraint=constraint))
+            arm.run(prompt, SamplingParams(**shared, seed=number, constraint=constraint).explicit)
     return {
         "target": options.target,
         "schemas": len(schemas),
@@ -212,8 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{arm['tokens_per_forward']:.2f} per forward, forced {arm['forced_share']:.0%}, "
             f"{arm['tokens_per_second']:.1f} tok/s, {arm['speed_up']:.2f}x"
         )
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(options.json, report)
     exact = options.acceptance == "match" or options.temperature == 0
     wrong = [a for a in report["arms"] if a["valid"] < a["ended"] or (exact and a["same_as_plain"] < a["texts"])]
     return 1 if wrong else 0

@@ -1,12 +1,15 @@
-"""What the benchmarks share: a console, types of options, and errors as one line instead of a traceback."""
+"""Shared by the benchmarks: a console, types of options, JSON output, child processes, and errors on one line."""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from subprocess import PIPE, Popen
+from typing import Annotated, Any, NoReturn, Self
 
 import typer
 from rich.console import Console
@@ -30,6 +33,12 @@ def _writable(file: Path | None) -> Path | None:
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write the full result here", callback=_writable)]
 
 
+def save(file: Path | None, result: Any) -> None:
+    """Write a result as JSON where --json asks for it."""
+    if file is not None:
+        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def run(main: Callable[..., Any]) -> None:
     """Run a command whose options typer parses. An error prints one line; the exit code is 2 for wrong use, else 1."""
     in_one_line(lambda: typer.run(main))
@@ -42,6 +51,30 @@ def in_one_line(main: Callable[[], int | None]) -> NoReturn:
     except SlipstreamError as error:
         console.print(str(error), markup=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+class Child:
+    """A process that answers each line of JSON on its standard input with a line of JSON. name: for messages."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        environment = os.environ | (environment or {})
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True, encoding="utf-8", env=environment)
+
+    def ask(self, message: Any) -> Any:
+        """Send a message and return the answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise SlipstreamError(f"the process of {self.name} ended with exit code {self._process.wait()}; see above")
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
 
 
 def positive(text: str) -> int:

@@ -28,7 +28,7 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
-CLUSTERED, HELD_OUT = ("architecture.md", "speed.md", "drafters.md"), ("planner.md", "quantised.md")
+CLUSTERED, HELD_OUT = ("architecture.md", "speed.md", "drafters.md"), ("planner.md", "quantized.md")
 TOKENS = 4096  # of either text
 GAIN = 0.2  # standard deviation of the gains of routed experts
 SHARPNESS = 8.0  # a router's logits are about this times a cosine
@@ -85,9 +85,9 @@ def feed_forward_inputs(dense: Any, ids: Tensor) -> list[Tensor]:
 def router_of(inputs: Tensor, experts: int) -> Tensor:
     """[experts, hidden]: centroids of inputs, less the inputs' mean, scaled so that logits are `SHARPNESS` cosines."""
     mean = inputs.mean(0)
-    centred = inputs - mean
-    size = centred.norm(dim=1).mean()
-    directions = nn.functional.normalize(centred, dim=1)
+    centered = inputs - mean
+    size = centered.norm(dim=1).mean()
+    directions = nn.functional.normalize(centered, dim=1)
     centroids = directions[torch.randperm(len(directions))[:experts]]
     for _ in range(STEPS):
         nearest = (directions @ centroids.T).argmax(1)

@@ -29,7 +29,7 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONWARNINGS": "ignore:IProgress not found",  # tqdm's advice to install widgets
 }
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def main(arguments: Sequence[str] | None = None, folder: Path = HERE) -> int:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not empty, without terminal colours: of an error, the line with its message."""
-    lines = [line for line in COLOURS.sub("", text).splitlines() if line.strip()]
+    """The last line that is not empty, without terminal colors: of an error, the line with its message."""
+    lines = [line for line in COLORS.sub("", text).splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
 

@@ -35,6 +35,7 @@ SOURCE = ("src", "pyproject.toml", "README.md", "LICENSE")
 FILE_TIME = (2020, 1, 1, 0, 0, 0)  # of every file in a wheel, so that the same sources give the same bytes
 DETECTION = Recipe("detection", (SOURCES / "detection" / "detection.c",), COMMON_FLAGS)
 UNIX_LIBRARIES = ("-lpthread", "-ldl", "-lm")
+LINUX_LIBRARIES = ("-Wl,-Bsymbolic", *UNIX_LIBRARIES)  # as `LIBRARIES` of kernel_libraries.py
 X86 = (
     *map(block_recipe, ("avx512", "avxvnni", "avx2")),
     *map(bfloat16_recipe, ("avx512bf16", "avx512", "avx2")),
@@ -56,8 +57,12 @@ class Platform:
 
 
 PLATFORMS = {
-    "linux-x86_64": Platform("manylinux_2_17_x86_64.manylinux2014_x86_64", "x86_64-linux-gnu.2.17", "linux", X86_LINUX),
-    "linux-aarch64": Platform("manylinux_2_17_aarch64.manylinux2014_aarch64", "aarch64-linux-gnu.2.17", "linux", ARM),
+    "linux-x86_64": Platform(
+        "manylinux_2_17_x86_64.manylinux2014_x86_64", "x86_64-linux-gnu.2.17", "linux", X86_LINUX, LINUX_LIBRARIES
+    ),
+    "linux-aarch64": Platform(
+        "manylinux_2_17_aarch64.manylinux2014_aarch64", "aarch64-linux-gnu.2.17", "linux", ARM, LINUX_LIBRARIES
+    ),
     "macos-arm64": Platform("macosx_11_0_arm64", "aarch64-macos.11.0", "darwin", ARM),
     "windows-x86_64": Platform("win_amd64", "x86_64-windows-gnu", "win32", X86, ()),
 }

@@ -19,6 +19,7 @@ from griffe import Extension, Object
 from slipstream import SamplingParams
 from slipstream.apps import cli
 from slipstream.config import DecoderConfig
+from slipstream.sampling.params import OWN_OPTIONS
 
 ROOT = Path(__file__).parents[1]
 PROJECT_FILES = ("contributing.md", "changelog.md", "security.md")
@@ -37,6 +38,7 @@ PYTHON = (
     "slipstream.Drafter",
     "slipstream.CustomGenerate",
     "slipstream.compare",
+    "slipstream.benchmark",
     "slipstream.check_pair",
     "slipstream.SlipstreamError",
     "slipstream.UsageError",
@@ -150,7 +152,8 @@ def _table(settings: Any) -> str:
     rows = ["| name | default | meaning |", "|---|---|---|"]
     for field in fields(settings):
         default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
-        rows.append(f"| `{field.name}` | `{default!r}` | {_plain(field.metadata.get('help', ''))} |")
+        own = "the model's own, or " if settings is SamplingParams and field.name in OWN_OPTIONS else ""
+        rows.append(f"| `{field.name}` | {own}`{default!r}` | {_plain(field.metadata.get('help', ''))} |")
     return "\n".join(rows)
 
 

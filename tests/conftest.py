@@ -29,10 +29,29 @@ from tests.support.markers import left_out
 OWN_CACHE = "SLIPSTREAM_TESTS_CACHE"
 USERS_CACHE = os.environ.get("SLIPSTREAM_MODELS")
 FEW_TURNS = 3  # how often each forward of a small model is timed
+MOST_POSITIONS = 64  # that the trials of forward shapes compare, where the trials themselves are tested
 
 # the same examples in every run, however busy the machine is
 settings.register_profile("steady", deadline=None, derandomize=True, database=None)
 settings.load_profile("steady")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels() -> None:
+    """Loads the kernels before any test has a cache folder of its own, where they would be compiled again."""
+    from slipstream.models.cpu.kernel_libraries import block_kernels, kernels
+    from slipstream.models.cpu.processor import NoKernelsError
+
+    with suppress(NoKernelsError):
+        block_kernels()
+    kernels()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +115,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     Calibrations of small models stay out of the user's cache; real models are looked up there. The times of a tiny
     draft model are noise, so drafting is decided as if they were unknown. Its forwards are timed less often than those
-    of real models, as no test depends on these times.
+    of real models, as no test depends on these times, and trials of shapes compare fewer positions.
     """
-    from slipstream.reproducibility import calibration
+    from slipstream.reproducibility import calibration, shape_trials
     from slipstream.reproducibility.timing import MOST_TURNS, DraftTimes
     from slipstream.wiring import model_pair
 
@@ -111,7 +130,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     real = not marks.isdisjoint(("models", "smollm2", "draft_times"))
     remembered = remembered_draft_times()  # cached before it is replaced below
     calibration.MOST_TURNS = MOST_TURNS if real else FEW_TURNS
+    is_trial_tested = real or "reproducibility" in item.path.parts
+    shape_trials.LONGEST = MOST_POSITIONS if is_trial_tested else shape_trials.LENGTH
     model_pair.remembered_draft_times = remembered if real else lambda *arguments: DraftTimes()
+
+
+@pytest.fixture(scope="module")  # while it runs, no other test of this process can run an event loop
+def browser() -> Iterator[Any]:
+    from tests.support.page_browser import running_browser
+
+    with running_browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Any]:
+    """Opens pages, see `Opened`."""
+    from tests.support.page_browser import Opened
+
+    pages = Opened(browser)
+    yield pages
+    pages.close()
+    assert pages.problems == []
 
 
 @pytest.fixture(autouse=True)

@@ -52,12 +52,12 @@ class Pictures:
             raise SystemExit(f"{name}: the page is {width} pixels wide, the window {page.viewport_size['width']}")
         if self.names is None or name in self.names:
             page.screenshot(path=self.folder / f"{name}.png")
-            reduce_colours(self.folder / f"{name}.png")
+            reduce_colors(self.folder / f"{name}.png")
             print(self.folder / f"{name}.png", f"{(self.folder / f'{name}.png').stat().st_size // 1024} kB")
 
 
-def reduce_colours(file: Path) -> None:
-    """Reduce a picture to 256 colours, if Pillow is installed."""
+def reduce_colors(file: Path) -> None:
+    """Reduce a picture to 256 colors, if Pillow is installed."""
     try:
         from PIL import Image
     except ImportError:

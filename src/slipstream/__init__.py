@@ -7,6 +7,7 @@ from slipstream.models.paused_collection import paused_collection
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
+    from slipstream.bench.benchmark import benchmark
     from slipstream.bench.comparison import compare
     from slipstream.constraints.constraint import Constraint
     from slipstream.core.acceptance import Distributions, Rule
@@ -42,11 +43,13 @@ __all__ = [
     "UsageError",
     "Verdict",
     "__version__",
+    "benchmark",
     "check_pair",
     "compare",
     "custom_generate",
 ]
 _HOMES = {
+    "bench.benchmark": ("benchmark",),
     "bench.comparison": ("compare",),
     "constraints.constraint": ("Constraint",),
     "core.acceptance": ("Distributions", "Rule"),

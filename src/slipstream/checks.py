@@ -122,7 +122,11 @@ def changed_repr(settings: Any) -> str:
     """The repr of a dataclass of settings, with the fields that differ from the defaults."""
     defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(settings)}
     shown = {f.name: getattr(settings, f.name) for f in fields(settings) if f.repr}
-    changed = [f"{name}={value!r}" for name, value in shown.items() if value != defaults[name]]
+    changed = [
+        f"{name}={value!r}"
+        for name, value in shown.items()
+        if value != defaults[name] or type(value) is not type(defaults[name])  # an option that was set to its default
+    ]
     return f"{type(settings).__name__}({', '.join(changed)})"
 
 
@@ -154,10 +158,10 @@ def read_json(what: str, file: Path) -> Any:
         raise UsageError(f"{what} {str(file)!r} cannot be read: {why_unreadable(error)}") from error
 
 
-def save_json(what: str, file: Path, value: Any) -> None:
-    """Write an indented JSON file. what: as in `read_json`; raises `UsageError` if it cannot be written."""
+def save_text(what: str, file: Path, text: str) -> None:
+    """Write a file of text; `UsageError` if it cannot be written. what: as in `read_json`."""
     try:
-        file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{what} {str(file)!r} cannot be written: {os_reason(error)}") from error
 

@@ -35,7 +35,7 @@ class DecoderConfig:
     num_draft_tokens: int | str = setting(
         "auto",
         "tokens drafted per round: auto (as many as pay) | chain (the same without branches) | a number | "
-        "heuristic[:MOST] | confidence:CHANCE | DEPTHxWIDTH (a tree)",
+        "heuristic[:MOST] | confidence:CHANCE | DEPTHxWIDTH (a tree) | MODULE:NAME (your own policy)",
     )
     acceptance: str = setting(
         "auto", "auto | block | rejection | match (lossless), topk:K | typical (lossy) | MODULE:RULE (your own)"

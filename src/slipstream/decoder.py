@@ -25,7 +25,7 @@ from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import awaited_together
 from slipstream.errors import UsageError
 from slipstream.models.exclusive_use import ExclusiveUse
-from slipstream.models.generation_settings import warn_of_unread_settings
+from slipstream.models.generation_settings import ModelSettings, warn_without_ends
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
@@ -90,9 +90,10 @@ class _OpenParts:
 class SpeculativeDecoder:
     """Generates exactly what `target` would, faster.
 
-    target, draft: a hub id, a local folder, a .gguf file, "smollm2", "toy" or a loaded `PreTrainedModel`; draft may
-    also name a draft head, or be "mtp" for the MTP layers in the target's checkpoint, or "none". By default
-    "smollm2" drafts with a head of its own, and other targets with their MTP layers if they have any.
+    target, draft: a short name such as "qwen3:4b", a hub id ("OWNER/REPO:Q4_K_M" for a GGUF file), a local folder, a
+    .gguf file, "smollm2", "toy" or a loaded `PreTrainedModel`; draft may also name a draft head, or be "mtp" for the
+    MTP layers in the target's checkpoint, or "none". By default "smollm2" drafts with a head of its own, a short name
+    with its draft model, and other targets with their MTP layers if they have any.
     tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a draft model's, if it has another.
     The other arguments are settings, listed below with their defaults.
     Several threads may use one decoder, or several over the same models: they take turns, `generate` for a whole call
@@ -105,7 +106,7 @@ class SpeculativeDecoder:
     rule: Rule | None  # an acceptance rule given as an object
     _drafter_name: str
     _parts_if_open: _OpenParts | None
-    _warns_of_unread_settings = True  # of the model's generation_config
+    _reads_model_settings = True  # such as those of generation_config.json
 
     @arguments_named("SpeculativeDecoder", OTHER_NAMES)
     def __init__(
@@ -149,8 +150,8 @@ class SpeculativeDecoder:
         rule = acceptance if isinstance(acceptance, Rule) else None
         check_names(config, drafter, rule)
         models = ModelPair.load(target, draft, config, tokenizer, draft_tokenizer)
-        if self._warns_of_unread_settings:
-            warn_of_unread_settings(models.target)
+        if self._reads_model_settings:
+            warn_without_ends(models.target)
         self._open(models, config, drafter, rule)
         is_unused = isinstance(drafter, str) and not self.traits.needs_draft_model
         if draft is not None and self.draft is not None and is_unused:
@@ -476,7 +477,7 @@ class SpeculativeDecoder:
     def next_logits(self, token_ids: list[int]) -> Tensor:
         """[V] logits of the target after these tokens, in the precision it works in."""
         with self._use:
-            row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]  # first: the models may be renewed
+            row = self.rows([token_ids], SamplingParams(max_tokens=1).explicit)[0]  # first: the models may be renewed
             with self._turn():
                 return self._models.next_logits(row)
 
@@ -572,8 +573,7 @@ class SpeculativeDecoder:
     def num_cached_tokens(self, row: Row) -> int:
         """Number of tokens of a row that begins now that are in the target's KV cache already."""
         with self._use:
-            table = self._target_session.table
-            return max((table.reusable_prefix(slot, row) for slot in range(len(table.states))), default=0)
+            return self._target_session.num_cached(row)
 
     @classmethod
     def _over(cls, models: ModelPair, config: DecoderConfig, drafter: str | Drafter, rule: Rule | None) -> Self:
@@ -586,7 +586,8 @@ class SpeculativeDecoder:
         use = models.exclusive_use()
         with use:
             choice = choose_engine(models, config, drafter, rule)
-            reader = RequestReader(models.target, choice.no_predictions)
+            settings = models.settings if self._reads_model_settings else ModelSettings()
+            reader = RequestReader(models.target, choice.no_predictions, own_options=settings.applied_to)
             parts = _OpenParts(models, use, drafter, choice, choice.engine(), reader)
         self.config = config
         self.rule = rule

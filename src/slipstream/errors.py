@@ -37,11 +37,15 @@ def did_you_mean(name: str, *allowed: str) -> str:
     return "".join(f"; did you mean {word!r}?" for word in near if word != name)
 
 
-def setting(default: Any, text: str) -> Any:
-    """A dataclass field with the help text that flags, `help()` and documentation show."""
+def setting(default: Any, text: str, *, per_model: bool = False) -> Any:
+    """A dataclass field with the help text that flags, `help()` and documentation show.
+
+    per_model: each model of a server may have a value of its own.
+    """
+    metadata = {"help": text, "per_model": per_model}
     if isinstance(default, dict):
-        return field(default_factory=dict, metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def one_line(error: Exception) -> str:

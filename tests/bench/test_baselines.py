@@ -49,6 +49,7 @@ def test_every_baseline_gives_the_text_of_plain_decoding(tmp_path: Path) -> None
     assert all((run.stats is None) == run.arm.startswith("hf") for run in runs)
 
 
+@pytest.mark.slow
 def test_more_prompts_than_a_batch_are_decoded_in_batches(tmp_path: Path) -> None:
     decoder = pair(max_batch_size=2)
     lineup = Lineup(decoder, parse_arms("none,hf"), PARAMS)

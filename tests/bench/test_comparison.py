@@ -9,6 +9,7 @@ import pytest
 
 import slipstream
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.apps.cli.tables import summary_lines
 from slipstream.bench.comparison import (
     HF,
     PLAIN,
@@ -44,6 +45,7 @@ def test_hugging_face_gets_the_same_options(options: dict[str, Any]) -> None:
     assert all(line["different"] == line["not_compared"] == 0 for line in counts.values())
 
 
+@pytest.mark.slow
 def test_compare_needs_no_params() -> None:
     (comparison,) = compare(SpeculativeDecoder("toy", drafter="ngram"), ["The heron"])
     assert len(comparison.runs["plain"].token_ids) <= SamplingParams().max_tokens
@@ -62,6 +64,7 @@ def test_compare_accepts_plain_texts_as_prompts() -> None:
         next(slipstream.compare(pair(), "the heron", params))
 
 
+@pytest.mark.slow
 @subcases(
     "name, value",
     [
@@ -79,6 +82,7 @@ def test_options_that_hugging_face_does_not_apply_are_refused_by_name(name: str,
     assert next(compare(pair(), PROMPTS, params)).runs.keys() == {PLAIN, SPECULATIVE}
 
 
+@pytest.mark.slow
 def test_sampled_text_is_compared_only_under_the_match_rule() -> None:
     params = SamplingParams(max_tokens=24, temperature=1.0)
     for rule, compared in (("rejection", False), ("match", True)):
@@ -140,3 +144,23 @@ def test_two_equal_arms_are_called_different_in_5_percent_of_runs() -> None:
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042)])
 def test_student_quantiles_equal_published_tables(freedom: int, quantile: float) -> None:
     assert student_quantile(freedom) == pytest.approx(quantile, abs=0.012)
+
+
+def test_the_planners_estimate_is_held_against_what_was_measured() -> None:
+    decoder = SpeculativeDecoder("toy", "toy:2")
+    comparisons = list(compare(decoder, ["The heron, the heron", "A stone"], SamplingParams(max_tokens=40), repeats=2))
+    for comparison in comparisons:
+        estimate, fast, plain = comparison.estimate, *(comparison.runs[arm].stats for arm in (SPECULATIVE, PLAIN))
+        assert estimate is not None and len(fast) == len(plain) == 2
+        assert estimate.estimated == pytest.approx(np.prod([run.estimated_speed_up for run in fast]) ** 0.5)
+        speeds = [
+            [run.num_output_tokens / (run.total_seconds - run.prefill_seconds) for run in runs]
+            for runs in (fast, plain)
+        ]
+        assert estimate.measured == pytest.approx((np.prod(speeds[0]) / np.prod(speeds[1])) ** 0.5)
+        assert estimate.error == pytest.approx(estimate.estimated / estimate.measured - 1)
+    summary = summarize(comparisons)
+    errors = sorted(abs(comparison.estimate.error) for comparison in comparisons if comparison.estimate)
+    assert summary["estimate"] == {"prompts": 2, "median_error": sum(errors) / 2, "largest_error": errors[1]}
+    assert any("the planner's estimate of the speed-up is off by" in line for line in summary_lines(summary))
+    assert "estimate" not in summarize(list(compare(pair(), PROMPTS, SamplingParams(max_tokens=8))))

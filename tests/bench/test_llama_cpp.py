@@ -162,7 +162,7 @@ def test_different_texts_of_llama_cpp_are_reported_but_not_counted_as_wrong(
     assert wrong_texts(summaries) == [] and not any(run.error for run in runs)
 
 
-def test_names_of_llama_arms_are_parsed_and_labelled() -> None:
+def test_names_of_llama_arms_are_parsed_and_labeled() -> None:
     arms = parse_arms("none,llama,llama-lookup,llama-lookup@2")
     assert [arm.num_draft_tokens for arm in arms] == [None, None, 7, 2] and reference_of(arms, "llama") == "llama"
     assert [runs_in_batches(arm) for arm in arms] == [True, False, False, False]

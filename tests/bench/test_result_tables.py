@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from slipstream.bench.result_tables import Cell, Table, TerminalTable, accepted_by_position
+from slipstream.bench.result_tables import Cell, Table, accepted_by_position
 from slipstream.certificate.checks import Check
 
 ARMS = ["none", "ngram@3", "suffix+p=10", "hf-assisted-tuned@4", "ngram@4/typical (lossy)"]
@@ -42,7 +42,7 @@ TABLES = {"overall": overall, "families": families, "evidence": evidence}
 def printed(table: Table, width: int) -> list[str]:
     console = Console(width=width, color_system=None, force_terminal=True)
     with console.capture() as captured:
-        console.print(TerminalTable(table))
+        console.print(table)
     return captured.get().splitlines()
 
 

@@ -23,6 +23,7 @@ def experiment(seed: int, repeats: int, jitter: float) -> tuple[list[list[float]
     return (base[:, None] / ratio[:, None] * noise[0]).tolist(), (base[:, None] * noise[1]).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("repeats", "jitter"), mostly_slow([(1, 0.0), (3, 0.05)], (1, 0.0)))
 def test_intervals_cover_the_truth_in_95_percent_of_experiments(repeats: int, jitter: float) -> None:
     tokens, covered, widths = [10] * GROUPS, 0, []

@@ -17,7 +17,7 @@ from slipstream.bench.records import Run
 from slipstream.models.cpu.kernel_libraries import kernels
 from tests.support.tiny_models import fresh, tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -107,17 +107,16 @@ def test_bits_are_compared_over_thread_counts_and_a_difference_is_caught(
 
 @pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 def test_a_step_counts_the_bytes_of_weights_and_of_all_earlier_positions(cores: Any, tiny: Path) -> None:
-    report = cores.steps_behind(str(tiny), "1024", "128", "9999")
+    report = cores.steps_after(str(tiny), "1024", "128", "9999")
     assert [step["context"] for step in report["contexts"]] == [128, 1024]  # the model has no 9,999 positions
     shape, near, far = AutoConfig.from_pretrained(tiny), *report["contexts"]
     of_position = shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 2 * 2
     assert near["bytes"] == report["weight_bytes"] + 128 * of_position
     assert far["bytes"] - near["bytes"] == (1024 - 128) * of_position
     assert near["digest"] != far["digest"]
-    assert cores.steps_behind(str(tiny), "128")["contexts"][0]["digest"] == near["digest"]
+    assert cores.steps_after(str(tiny), "128")["contexts"][0]["digest"] == near["digest"]
 
 
-@pytest.mark.exhaustive
 def test_each_thread_count_is_measured_once_and_other_settings_are_refused(
     cores: Any, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import terminal
 
 from tests.support.tiny_models import perturbed, shared, tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 Run = Callable[..., tuple[int, str]]
 

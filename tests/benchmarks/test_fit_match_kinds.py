@@ -6,9 +6,8 @@ import random
 
 import fit_match_kinds as fitting
 import pytest
-from recorded_texts import Recorded
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_the_fit_recovers_the_constants_that_generated_the_data() -> None:
@@ -20,11 +19,11 @@ def test_the_fit_recovers_the_constants_that_generated_the_data() -> None:
 
 
 def test_drafts_of_a_text_that_repeats_its_prompt_are_accepted() -> None:
-    seen = fitting.observe(Recorded("text", [*range(20)], [*range(20)]), 20, 4)
+    seen = fitting.observe(fitting.Recorded([*range(20)], [*range(20)]), 20, 4)
     assert len(seen) >= 15 and all(came for _, came in seen)
     assert fitting.log_loss(fitting.prior(), [seen]) < 0.4
 
 
 def test_runners_up_are_observed_where_the_first_choice_was_wrong() -> None:
-    text = Recorded("text", [1, 2, 1, 2, 1, 3, 4], [1, 2, 5, 1, 3])  # after 1: 2 each time, then 3
+    text = fitting.Recorded([1, 2, 1, 2, 1, 3, 4], [1, 2, 5, 1, 3])  # after 1: 2 each time, then 3
     assert [came for _, came in fitting.observe_beside(text)] == [True]

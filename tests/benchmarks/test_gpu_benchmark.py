@@ -13,7 +13,7 @@ import terminal
 
 from tests.support.command_line import run_main
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_the_gpu_benchmark_runs_on_tiny_models(

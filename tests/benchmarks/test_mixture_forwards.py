@@ -15,6 +15,7 @@ from slipstream.models.cpu.processor import ISA, NEEDED, processor
 pytest.importorskip("gguf")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 def test_no_forward_differs_but_those_of_the_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISA, "")  # restored afterwards

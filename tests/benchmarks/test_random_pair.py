@@ -33,6 +33,7 @@ def test_the_draft_model_is_right_with_the_requested_probability(random_pair: An
     assert right[:-1].float().mean().item() == pytest.approx(acceptance, abs=0.01)
 
 
+@pytest.mark.exhaustive
 def test_models_follow_the_tour_from_different_tokens(random_pair: Any, tmp_path: Path) -> None:
     random_pair.write_pair("tiny", tmp_path, acceptance=0.8)
     prompts = [json.loads(line)["turns"][0] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

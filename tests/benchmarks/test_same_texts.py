@@ -11,11 +11,11 @@ import pytest
 import same_texts
 import typer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "same_texts.py"
-AUTO = '{"draft_dtype": "auto"}'  # the toy cannot be quantised
+AUTO = '{"draft_dtype": "auto"}'  # the toy cannot be quantized
 TOY = ("--target", "toy", "--draft", "toy:1", "--options", AUTO, "--prompts", "2", "--max-tokens", "12")
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from slipstream import SpeculativeDecoder, UsageError
 from tests.support.tiny_models import fresh, perturbed, shared
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def run(*arguments: str) -> Any:

@@ -13,7 +13,7 @@ from load_client import Answer, Load, figures, run_load
 from slipstream import SamplingParams, SlipstreamError
 from tests.support.running_server import running_server, toy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 FIELDS = {"max_tokens": 12, "temperature": 0.0}
 

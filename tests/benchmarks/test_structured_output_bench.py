@@ -11,7 +11,7 @@ import pytest
 import structured_output
 from random_schemas import random_schema
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_random_schemas_are_valid_and_of_many_kinds() -> None:

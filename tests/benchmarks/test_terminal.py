@@ -6,7 +6,7 @@ from terminal import numbers
 from slipstream.errors import UsageError
 from tests.support.markers import subcases
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_numbers_are_read_in_order_without_duplicates() -> None:

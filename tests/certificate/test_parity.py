@@ -59,7 +59,7 @@ def test_a_gap_within_rounding_is_a_tie() -> None:
     assert difference.expected_gap == 0 and difference.got_gap == pytest.approx(0.1)
 
 
-def test_a_lucky_position_does_not_hide_the_rounding_of_its_neighbours() -> None:
+def test_a_lucky_position_does_not_hide_the_rounding_of_its_neighbors() -> None:
     assert judged(0.1, [0.0, 0.0, 0.08, 0.0]).tie
 
 
@@ -104,6 +104,7 @@ def nearly(text: list[int], at: int, token: int) -> list[int]:
     return [*text[:at], token, *text[at + 1 :]]
 
 
+@pytest.mark.slow
 @over_options
 def test_the_highest_score_belongs_to_the_token_of_plain_decoding(options: dict) -> None:
     plain, params = decoder().using("none"), SamplingParams(**{"max_tokens": 12, "seed": 3} | options)

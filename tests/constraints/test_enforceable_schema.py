@@ -203,6 +203,7 @@ def test_malformed_schemas_are_refused_in_one_line() -> None:
             r"^[^\"]+$",
         ),
         *(r"^[^\\]$", r"^[^\\/:*?<>|]+$", '[^"\\\\]', r"^[\x00-\x21]$", r"^[^\n\"]$", r"^.$"),
+        *(r'^([^"]|\x00)$', r"^(?:\u0000|[^\"\\])+$", '^([^"]|\x00)$', r'^([^"]|[\x00])$', r'^([^"]|\x00*a)$'),
     ],
 )
 def test_a_pattern_allows_no_text_that_python_does_not_match(pattern: str) -> None:

@@ -1,4 +1,4 @@
-"""Prompts of ended rows stay cached in idle slots, the most recently used longest, and change no logits."""
+"""Prompts of ended rows stay cached in idle slots, long and recently used ones longest, and change no logits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from slipstream import SamplingParams
-from slipstream.core.kv_slots import EXACT_FIT, Shapes
+from slipstream.core.kv_slots import EXACT_FIT, Shapes, common_prefix
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
-from slipstream.core.types import Row
+from slipstream.core.types import PromptImages, Row
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.models.toy import FABLE, ToyBackend
@@ -57,11 +57,76 @@ def test_alternating_prompts_are_read_once_if_there_are_idle_slots(slots: int, i
     assert (max(read_again) == 0) == is_kept and (is_kept or sum(read_again) > 2 * LENGTH)
 
 
+def test_a_common_prefix_ends_where_one_row_has_another_image() -> None:
+    def row(**digests: str) -> Row:
+        images = PromptImages({int(at[1:]): digest for at, digest in digests.items()}, torch.empty(0), torch.empty(0))
+        made = new_row([5] * 20)
+        made.images = images if digests else None
+        return made
+
+    cases = [({}, {}, 19), ({"p4": "a"}, {"p4": "a"}, 19), ({"p4": "a"}, {"p4": "b"}, 4), ({"p4": "a"}, {}, 4)]
+    cases += [({"p4": "a", "p9": "b"}, {"p4": "a", "p9": "c"}, 9), ({"p4": "a", "p9": "b"}, {"p4": "a"}, 9)]
+    for first, second, length in cases:
+        assert (
+            common_prefix(row(**first), row(**second), 19) == common_prefix(row(**second), row(**first), 19) == length
+        )
+
+
+class SeesBlocks(HashBackend):
+    """Notes the positions of its forwards, and the images that it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[tuple[int, int]] = []
+        self.shown: PromptImages | None = None
+
+    def show(self, slot: int, images: PromptImages | None) -> None:
+        self.shown = images
+
+    def forward(self, tokens: torch.Tensor, starts: list[int], *, first_slot: int, logits: bool) -> torch.Tensor:
+        self.read.append((starts[0], starts[0] + tokens.shape[1]))
+        return super().forward(tokens, starts, first_slot=first_slot, logits=logits)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "end", "pieces"),
+    [
+        (((6, 11),), 20, [(0, 4), (4, 6), (6, 11), (11, 15), (15, 19)]),  # chunks of 4, but for the block
+        (((2, 9), (9, 12)), 14, [(0, 2), (2, 9), (9, 12), (12, 13)]),
+        (((8, 14),), 14, [(0, 4), (4, 8), (8, 14)]),  # at the end of the prompt
+    ],
+)
+def test_tokens_that_see_each_other_are_read_in_one_forward(
+    blocks: tuple[tuple[int, int], ...], end: int, pieces: list[tuple[int, int]]
+) -> None:
+    backend = SeesBlocks()
+    session = Session(backend, Shapes(widths=(), chunk=4), shows_images=True)
+    session.reserve(2, 100)
+    row = new_row(list(range(end)))
+    row.images = PromptImages({blocks[0][0]: "a"}, torch.empty(0), torch.empty(0), blocks=blocks)
+    session.prefill([row])
+    assert backend.shown is row.images and backend.read == pieces
+    logits = session.score([row], *table([[1]]))
+    torch.testing.assert_close(logits[0], from_scratch(HashBackend, row, [1]), rtol=0, atol=0)
+    same = new_row(list(range(end)))
+    same.images = row.images
+    assert not any(first < session.num_cached(same) < last for first, last in blocks)
+
+
 def test_the_least_recently_used_prompt_is_evicted_first() -> None:
     cached_prompts = OnePromptAtATime(4)
     for number in (0, 1, 2, 0, 3, 4):  # the last of them evicts number 1
         cached_prompts.read(PROMPTS[number])
     assert [cached_prompts.read(PROMPTS[number]) > 0 for number in (0, 3, 4, 1)] == [False, False, False, True]
+
+
+def test_a_long_prompt_is_evicted_once_as_many_other_tokens_have_been_read() -> None:
+    long, cached_prompts = [*PROMPTS[4], *PROMPTS[3]] * 2, OnePromptAtATime(3)
+    for number, is_kept in ((3, True), (12, False)):
+        cached_prompts.read(long)
+        for other in range(number):
+            cached_prompts.read([other % 7, *PROMPTS[other % 3][1:], 6 - other % 5])
+        assert (cached_prompts.read(long) == 0) == is_kept
 
 
 def test_a_continued_or_repeated_text_evicts_no_other_prompt() -> None:

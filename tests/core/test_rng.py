@@ -65,7 +65,7 @@ def test_biased_draws_are_caught() -> None:
     assert torch.equal(right, torch.bincount(winners(), minlength=len(PROBS)))
 
 
-def test_weights_need_not_be_normalised() -> None:
+def test_weights_need_not_be_normalized() -> None:
     race, row_keys = Race(len(PROBS), CPU), keys(500)
     assert torch.equal(race.draw(8 * PROBS.expand(500, -1), row_keys), winners()[:500])
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.kv_slots import Shapes
-from slipstream.core.scheduler import Scheduler
+from slipstream.core.scheduler import IDLE_BUDGETS, Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
@@ -49,7 +49,8 @@ def make_scheduler(batch: int = 3, budget: int = CHUNK, backend: Any = None) -> 
 def row(index: int, length: int, tokens: int, seed: int = 0, fails: int | None = None) -> Row:
     processors = [] if fails is None else [Fails(length + fails)]
     params = SamplingParams(max_tokens=tokens, temperature=0.9 * (seed > 0), seed=seed, logits_processors=processors)
-    return Row(index, TEXT[index * 5 :][:length], params, seed)
+    text = TEXT * -(-(length + index * 5) // len(TEXT))
+    return Row(index, text[index * 5 :][:length], params, seed)
 
 
 def alone(row: Row) -> list[int]:
@@ -188,6 +189,81 @@ def test_chunks_are_cut_to_the_budget_unless_only_whole_chunks_are_reproducible(
     while scheduler.unfinished:
         scheduler.step()
     assert short.output == alone(short) and long.output == alone(long)
+
+
+def serving(backend: ToyBackend, max_batch_size: int = 3) -> Scheduler:
+    """A scheduler that expects rows at any time, as a server's does."""
+    target = Session(backend, Shapes((), CHUNK, reuse=1))
+    return Scheduler(engine(target, NgramDrafter(), Fixed(3)), max_batch_size, CHUNK, num_slots=max_batch_size + 1)
+
+
+def test_a_row_passes_a_long_prompt_that_is_read_while_nothing_else_runs() -> None:
+    backend = RecordsWidths()
+    scheduler, long, short = serving(backend), row(0, 20_000, 3), row(1, 10, 8)
+    scheduler.add(long)
+    assert scheduler.step() == [] and sum(backend.widths) <= IDLE_BUDGETS * CHUNK + CHUNK
+    scheduler.add(short)
+    scheduler.step()
+    assert len(short.rounds) == 1 and not long.rounds  # its first token comes in its first step
+    backend.widths.clear()
+    while not long.rounds:
+        scheduler.step()
+    assert short.output == alone(short) and sum(backend.widths) <= 20_000 + 2 * CHUNK  # nothing is read twice
+    while scheduler.unfinished:
+        scheduler.step()
+    assert long.output == alone(long)
+
+
+def test_a_shorter_prompt_passes_a_long_one_that_still_gets_half_of_all_steps() -> None:
+    backend = RecordsWidths()
+    scheduler = serving(backend)
+    running, long, medium = row(0, 4, 2000), row(1, 100 * CHUNK, 3), row(2, 10 * CHUNK, 3)
+    for new in (running, long, medium):
+        scheduler.add(new)
+        scheduler.step()
+    steps = 0
+    while not medium.rounds:
+        scheduler.step()
+        steps += 1
+    assert steps <= 2 * 10 + 2  # rather than the 100 of the long one before
+    assert scheduler.engine.target.num_cached(long) >= (steps // 2 - 1) * CHUNK
+    while not long.rounds:
+        scheduler.step()
+        steps += 1
+    assert steps <= 115 and len(running.rounds) >= steps
+    assert medium.output == alone(medium)
+
+
+def test_rows_with_a_common_prompt_read_it_once_while_others_run() -> None:
+    backend = RecordsWidths()
+    scheduler, running, first = serving(backend, 4), row(0, 4, 400), row(1, 50 * CHUNK, 3)
+    copies = [Row(index, list(first.tokens), first.params, seed=index) for index in (2, 3)]
+    scheduler.add(running)
+    scheduler.step()
+    backend.widths.clear()
+    for new in (first, *copies):
+        scheduler.add(new)
+    while not all(new.rounds for new in (first, *copies)):
+        scheduler.step()
+    num_rounds = len(running.rounds)
+    assert sum(backend.widths) <= 50 * CHUNK + 3 * CHUNK + 4 * 4 * num_rounds
+
+
+def test_an_agents_long_prompt_stays_while_titles_and_sub_agents_come_and_go() -> None:
+    scheduler = serving(ToyBackend(3))
+    target = scheduler.engine.target
+    system, others = row(0, 100 * CHUNK, 3).tokens, row(0, 10 * CHUNK, 3).tokens[::-1]
+    conversation = list(system)
+    for turn in range(6):
+        before, agent = target.prefill_tokens, Row(0, list(conversation), SamplingParams(max_tokens=8), 0)
+        list(scheduler.run([agent]))
+        assert turn == 0 or target.prefill_tokens - before <= 8 + CHUNK + 1, turn  # the last answer and what is new
+        conversation = [*agent.tokens, *TEXT[turn * CHUNK :][:CHUNK]]
+        before = target.prefill_tokens
+        for number in range(4):  # sub-agents with a common beginning, and titles
+            tokens = others + TEXT[number * 40 :][:CHUNK] if number % 2 else TEXT[turn * 50 + number * 9 :][: 2 * CHUNK]
+            list(scheduler.run([Row(1, tokens, SamplingParams(max_tokens=4), 0)]))
+        assert turn == 0 or target.prefill_tokens - before <= 2 * 2 * CHUNK + 2 * CHUNK, turn
 
 
 @pytest.mark.parametrize(("num_running", "share"), [(5, 1), (3, 1), (1, 5)])

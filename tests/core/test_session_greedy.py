@@ -140,7 +140,7 @@ def test_fast_on_a_gpu_means_captured_graphs_or_a_refusal() -> None:
     assert [loading._is_captured(OnCuda(model), fast) for fast in ("auto", True, False)] == [True, True, False]
     model.quantization_method = "bitsandbytes"
     assert not loading._is_captured(OnCuda(model), "auto")
-    with pytest.raises(UsageError, match="fast=True, but OnCuda cannot be captured: it is quantised with bitsandbytes"):
+    with pytest.raises(UsageError, match="fast=True, but OnCuda cannot be captured: it is quantized with bitsandbytes"):
         loading._is_captured(OnCuda(model), True)
 
 

@@ -225,3 +225,13 @@ def test_best_lengths_finds_the_best_length_of_each_row() -> None:
             acceptance_probs, lambda longest, drafted, costs=costs: costs[drafted], 2, even=False
         )
         assert rate == pytest.approx(max(rates.values())) == rates[tuple(lengths)]
+
+
+def test_a_step_without_drafts_costs_its_share_of_the_forward_and_all_that_is_no_draft() -> None:
+    costs = CostModel(measured={1: 10.0, 2: 11.0, 5: 14.0}, together={4: 13.0, 20: 29.0}, max_batch_size=4)
+    took = Seconds(prefill=1.0, draft=0.5, verify=0.28, accept=0.01, total=1.82)  # twice as slow as calibrated
+    assert costs.plain_seconds([4], took) == pytest.approx(0.04 + 0.20)
+    assert costs.plain_seconds([4, 0, 4, 0], took) == pytest.approx(0.04 + 0.28 * 13 / costs.verify(4, 4, 8) / 1000)
+    assert CostModel().plain_seconds([4], took) is None  # nothing was measured
+    on_gpu = CostModel(measured={1: 10.0, 5: 14.0}, timed=False)
+    assert on_gpu.plain_seconds([4], took) == pytest.approx(0.010)

@@ -13,19 +13,19 @@ import torch
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import Policy, Source
-from slipstream.core.rounds import MODEL, RETRIEVAL, FinishReason, RowDraft, Seconds
+from slipstream.core.rounds import MODEL, RETRIEVAL, RowDraft, Seconds
 from slipstream.core.types import Row
+from slipstream.draft_length import planner as planning
 from slipstream.draft_length.acceptance_model import FIRST_YIELD, ModelDrafts, bin_of
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import (
     LATEST,
     PACED,
-    PRIOR_TOKENS,
     SOONEST,
     STEPS,
+    TRIAL,
     Pause,
     Planner,
-    TextLengths,
     Worth,
     awaited_together,
     worth_of_tokens,
@@ -286,8 +286,8 @@ def reads_after(round_probs: Sequence[Sequence[float]], reading: float) -> bool:
 
 def test_the_draft_model_does_not_read_a_text_that_retrieval_drafts_well() -> None:
     no_drafts, good_drafts = [[]] * 20, [[0.95, 0.9, 0.9, 0.85]] * 4  # 20 tokens each
-    assert reads_after(no_drafts, 20.0) and not reads_after(good_drafts, 20.0)
-    assert reads_after(good_drafts, 2.0)  # the few tokens that retrieval leaves make up for this
+    assert reads_after(no_drafts, 12.0) and not reads_after(good_drafts, 12.0)
+    assert reads_after(good_drafts, 1.0)  # the few tokens that retrieval leaves make up for this
 
 
 def test_the_share_that_retrieval_leaves_is_learned_from_earlier_texts() -> None:
@@ -304,17 +304,24 @@ def test_the_share_that_retrieval_leaves_is_learned_from_earlier_texts() -> None
     assert planner._plan_of(new).share_left > 0.8  # its own rounds count more
 
 
-def test_reading_that_does_not_seem_to_pay_is_tried_now_and_then() -> None:
-    planner, read = planner_of(only_model=True), []
-    planner.costs.reading = lambda tokens: 1e9  # type: ignore[method-assign]
-    for number in range(40):
+@pytest.mark.parametrize("reading_seconds", [0.5, 2.0])
+def test_reading_that_does_not_seem_to_pay_is_tried_when_it_takes_little_of_the_time(reading_seconds: float) -> None:
+    planner, waited = planner_of(only_model=True), [0.0]
+    planner.costs.reading = lambda tokens: reading_seconds  # type: ignore[method-assign]
+    planner.costs.rate = lambda *others: 1.0  # type: ignore[method-assign]  # so that it never pays
+    for number in range(400):
         running = row(number)
-        asked = lengths_of(planner, [running])[0]
-        read.append(asked > 0)
-        add_round(running, min(asked, 2), num_draft_steps=min(asked, 2), origin=RowDraft(MODEL if asked else ""))
+        asked = min(lengths_of(planner, [running])[0], 2)
+        origin = RowDraft(MODEL if asked else "")
+        add_round(running, asked, num_draft_steps=asked, origin=origin, seconds=Seconds(total=1.0))
         running.finish_reason = "stop"
         planner.observe([running])
-    assert [number for number, is_read in enumerate(read) if is_read] == [3, 11, 27]
+        if asked:
+            waited.append(0.0)
+        else:
+            waited[-1] += 1.0
+    assert len(waited) > 2
+    assert {seconds for seconds in waited[:-1]} == {1 + reading_seconds / TRIAL}
 
 
 def test_a_draft_is_cut_where_its_row_would_get_ahead_of_the_rows_it_is_awaited_with() -> None:
@@ -369,25 +376,27 @@ def test_drafts_are_worth_less_for_a_row_whose_drafts_are_accepted() -> None:
     assert slow.of(0) > 1 > fast.of(0)
 
 
-def test_the_limit_of_a_row_matters_less_if_texts_end_before_it() -> None:
+def test_the_limit_of_a_row_matters_less_if_texts_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of([60, 60, 30, 1])
     for row in rows:
         row.rounds *= row.num_output_tokens  # a round for each token
     with awaited_together(rows):
         by_limit = [worth.of(0) for worth in worth_of_tokens(rows, seconds)]
-        open_ends = [worth.of(0) for worth in worth_of_tokens(rows, seconds, typical=20)]
+        monkeypatch.setattr(planning, "TYPICAL", 20)
+        open_ends = [worth.of(0) for worth in worth_of_tokens(rows, seconds)]
     assert by_limit[0] > open_ends[0] > 1 > by_limit[2]
     assert open_ends[2] == pytest.approx(open_ends[0]) and 1 > open_ends[3] > 2 * by_limit[3]
 
 
-def test_open_ended_rows_may_each_be_the_last_and_fast_ones_a_little_less_often() -> None:
+def test_open_ended_rows_may_each_be_the_last_and_fast_ones_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of([24] * 4)  # of 64 tokens, 40 are there
     for row, num_rounds in zip(rows, [20, 30, 25, 38], strict=True):
         row.rounds *= num_rounds
         row.params = SamplingParams(max_tokens=1000)
     with awaited_together(rows):
-        worth = [worth_of_row.of(0) for worth_of_row in worth_of_tokens(rows, seconds, typical=64)]
-        ended = worth_of_tokens(rows, seconds, typical=1e9)
+        worth = [worth_of_row.of(0) for worth_of_row in worth_of_tokens(rows, seconds)]
+        monkeypatch.setattr(planning, "TYPICAL", 1e9)
+        ended = worth_of_tokens(rows, seconds)
     paces = np.array([(len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows])
     rounds_left = np.random.default_rng(0).exponential(64, (20_000, 4)) * paces  # each token may end its text
     is_last, least = np.bincount(rounds_left.argmax(1), minlength=4) / 20_000, 0.5 * 4 / 12
@@ -439,52 +448,3 @@ def test_nodes_of_a_tree_put_a_row_ahead_by_their_depth() -> None:
     assert chain[:2] == tree[:2] and chain[2] < tree[2] == pytest.approx(0.3 * worth.of(1))
     assert worth.of_draft([0.9, 0.9], [5, 0], 0)[1] == 0.9 * worth.of(6)  # a later token is never worth more
     assert worth.of_draft([0.9, 0.8], [0, 1], 2) == [0.9 * worth.of(0), 0.8 * worth.of(0)]  # all rows gain these
-
-
-def row_of(max_tokens: int = 1000) -> Row:
-    return Row(0, [1], SamplingParams(max_tokens=max_tokens), seed=0)
-
-
-def add_text(lengths: TextLengths, row: Row, tokens: int, reason: FinishReason | None = None) -> None:
-    for tokens_left in range(tokens, 0, -1):
-        add_round(row)
-        row.finish_reason = reason if tokens_left == 1 else None
-        lengths.learn([row])
-
-
-def test_the_prior_holds_at_first_and_no_text_is_expected_to_exceed_its_limit() -> None:
-    lengths = TextLengths()
-    assert lengths.expected(row_of()) == PRIOR_TOKENS
-    assert lengths.expected(row_of(10)) == 10
-
-
-def test_the_expected_length_follows_that_of_earlier_texts() -> None:
-    lengths = TextLengths()
-    for _ in range(100):
-        add_text(lengths, row_of(), 20, "stop")
-    assert lengths.expected(row_of()) == pytest.approx(20, rel=0.1)
-    for _ in range(100):
-        add_text(lengths, row_of(), 200, "stop")  # longer texts from now on
-    assert lengths.expected(row_of()) == pytest.approx(200, rel=0.1)
-
-
-def test_texts_that_were_cut_off_are_forgotten_in_time() -> None:
-    lengths = TextLengths()
-    for _ in range(200):
-        add_text(lengths, row_of(), 300, "length")
-    for _ in range(200):
-        add_text(lengths, row_of(), 20, "stop")
-    assert lengths.expected(row_of()) == pytest.approx(20, rel=0.2)
-
-
-def test_a_text_cut_off_at_its_limit_raises_the_expected_length() -> None:
-    lengths = TextLengths()
-    add_text(lengths, row_of(), 300, "length")
-    assert lengths.typical > 300
-
-
-def test_a_row_that_failed_before_its_first_round_teaches_nothing() -> None:
-    lengths, row = TextLengths(), row_of()
-    row.finish_reason = "error"
-    lengths.learn([row])
-    assert lengths.typical == PRIOR_TOKENS

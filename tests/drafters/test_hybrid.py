@@ -18,7 +18,7 @@ from slipstream.draft_length.policies import Fixed
 from slipstream.drafters import Setup, suffix
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import InTurn
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.rounds import add_round
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
@@ -153,7 +153,7 @@ def test_an_unused_retrieved_draft_does_not_widen_the_batch() -> None:
     assert propose(drafter, rows(1), [7]).width == 2
 
 
-@pytest.mark.parametrize("temperature", mostly_slow([0.0, 0.8], 0.8))
+@pytest.mark.parametrize("temperature", mostly_exhaustive([0.0, 0.8], 0.8))
 def test_the_text_is_that_of_plain_decoding(temperature: float) -> None:
     drafting = {"drafter": "hybrid:3", "acceptance": "match", "num_draft_tokens": 4}
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), **drafting)

@@ -18,8 +18,9 @@ from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
-from slipstream.drafters.layer_skip import SharedCacheSession, num_layers
+from slipstream.drafters.layer_skip import SharedCacheSession, parse_layers
 from slipstream.drafters.model import ModelDrafter
+from slipstream.errors import UsageError
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.decoder_layers import make_layer_subset
@@ -27,6 +28,7 @@ from slipstream.models.hf.prepared_inputs import cache_name
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import engine, run
 from tests.support.fake_cuda_graph import Tape
+from tests.support.markers import mostly_exhaustive
 from tests.support.tiny_models import ARCHITECTURES, VOCAB, fresh, prompts, shared
 
 
@@ -74,29 +76,31 @@ def llama() -> Any:
     return fresh("llama", num_hidden_layers=4)
 
 
-@pytest.mark.each_value
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize(
-    ("name", "params"), [*((name, GREEDY) for name in ARCHITECTURES), ("llama", SAMPLED), ("gemma3", SAMPLED)]
+    ("name", "params"),
+    mostly_exhaustive(
+        [*((name, GREEDY) for name in ARCHITECTURES), ("llama", SAMPLED), ("gemma3", SAMPLED)],
+        *(("llama", SAMPLED), ("gemma3", GREEDY), ("gpt2", GREEDY)),
+    ),
 )
 def test_all_layers_together_draft_what_the_target_generates(name: str, params: SamplingParams) -> None:
     decoder = decoder_of(shared(name))
     plain = decoder.generate(PROMPTS, params)
-    count = num_layers(decoder.target.backend)
+    count = decoder.target.backend.num_layers
     results = decoder.using(f"layer_skip:{count}").generate(PROMPTS, params)
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
     assert all(r.stats.acceptance_rate == 1 and r.stats.num_draft_tokens > 10 for r in results)
 
 
 @pytest.mark.usefixtures("cache_audit")
-@pytest.mark.parametrize("argument", ["1", "0,2-3", "2+p=30"])
+@pytest.mark.parametrize("argument", mostly_exhaustive(["1", "0,2-3", "2+p=30"], "0,2-3"))
 def test_fewer_layers_are_rejected_more_often_and_change_no_text(llama: Any, argument: str) -> None:
     decoder = decoder_of(llama)
-    for params in (GREEDY, SAMPLED):
-        plain = decoder.using("none").generate(PROMPTS, params)
-        results = decoder.using(f"layer_skip:{argument}").generate(PROMPTS, params)
-        assert [r.token_ids for r in results] == [r.token_ids for r in plain]
-        assert sum(r.stats.num_rejected_rounds for r in results) > 10
+    plain = decoder.using("none").generate(PROMPTS, SAMPLED)
+    results = decoder.using(f"layer_skip:{argument}").generate(PROMPTS, SAMPLED)
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    assert sum(r.stats.num_rejected_rounds for r in results) > 10
 
 
 @pytest.mark.usefixtures("cache_audit")
@@ -293,6 +297,12 @@ def test_layers_of_the_toy_model_are_its_context_lengths() -> None:
         result = decoder.using(f"layer_skip:{argument}", num_draft_tokens=3).generate("The heron", GREEDY)
         assert result.token_ids == plain.token_ids and result.stats.num_draft_tokens > 0
         assert (result.stats.acceptance_rate == 1) == all_right or argument == "0,3-5"
+
+
+@pytest.mark.parametrize("argument", ["0", "7", "3-1", "0,0-1", "4,6", "0-99999999999"])  # of 6 layers
+def test_layers_that_the_model_lacks_or_that_do_not_rise_are_refused(argument: str) -> None:
+    with pytest.raises(UsageError, match=r"^drafter='layer_skip:.*; allowed: (from 1 to 6 layers|layers from 0 to 5)"):
+        parse_layers(argument, 6)
 
 
 def layers_of(drafter: Any) -> list[int]:

@@ -88,6 +88,7 @@ def test_no_forward_is_made_after_a_draft_has_stopped() -> None:
     assert backend.forwards == draft.lengths[0] < 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_stopping_early_changes_no_text(temperature: float) -> None:
     settings = {"drafter": "model:p=50", "acceptance": "match", "num_draft_tokens": 6}

@@ -26,7 +26,7 @@ from slipstream.models.toy import VOCAB_SIZE, ToyBackend, load_toy
 from slipstream.sampling.sampler import Sampler
 from slipstream.text.results import Stats
 from slipstream.text.round_view import views
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 from tests.support.vocabularies import decoder_of, fable_model
 
@@ -50,30 +50,31 @@ def decoder() -> SpeculativeDecoder:
     return SpeculativeDecoder(target, draft, drafter="none", acceptance="match", fast=True, max_batch_size=4)
 
 
+@cache
+def plain_texts(options: str) -> list[list[int]]:
+    return [result.token_ids for result in decoder().generate(PROMPTS, OPTIONS[options])]
+
+
+COUNTS = ("auto", "chain", 6, "3x2", "2x4")
+DRAFTED = [(name, n, way) for name in BRANCHING for n in COUNTS for way in (OPTIONS if n == "3x2" else ("sampled",))]
+OF_THE_MODEL = [("model", "3x2", "greedy"), ("model", "3x2", "penalised"), ("model", "auto", "sampled")]
+OF_EACH_DRAFTER = [(name, "3x2", "sampled") for name in BRANCHING]
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache_audit")
-@pytest.mark.parametrize(
-    ("drafter", "count", "options"),
-    mostly_slow(
-        [
-            (name, n, options)
-            for name in BRANCHING
-            for n in ("auto", "chain", 6, "3x2", "2x4")
-            for options in (OPTIONS if n == "3x2" else ("sampled",))
-        ],
-        ("model", "3x2", "greedy"),
-    ),
-)
+@pytest.mark.parametrize(("drafter", "count", "options"), mostly_exhaustive(DRAFTED, *OF_THE_MODEL, *OF_EACH_DRAFTER))
 def test_drafts_with_branches_change_no_text(drafter: str, count: int | str, options: str) -> None:
-    plain = decoder().generate(PROMPTS, OPTIONS[options])
     branching = decoder().using(drafter, num_draft_tokens=count)
     results = branching.generate(PROMPTS, OPTIONS[options])
-    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    assert [result.token_ids for result in results] == plain_texts(options)
     trees = [round for result in results for round in result.rounds if round.parents is not None]
     assert bool(trees) or count in ("auto", "chain", 6)
     if count in ("chain", 6):
         assert not trees
 
 
+@pytest.mark.slow
 def test_trees_accept_more_tokens_per_round_the_more_siblings_they_have() -> None:
     def accepted(count: int | str) -> float:
         results = decoder().using("model", num_draft_tokens=count).generate(PROMPTS, OPTIONS["sampled"])
@@ -132,6 +133,7 @@ def test_trees_are_refused_for_chain_drafters_and_other_rules(
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_trees_are_refused_where_forwards_or_draft_models_take_none() -> None:
     with pytest.raises(UsageError, match="num_draft_tokens='40x9', a tree of 360 tokens; allowed: at most"):
         decoder().using("model", num_draft_tokens="40x9")
@@ -188,6 +190,7 @@ def _sampler() -> Sampler:
     return Sampler([Row(1, [9], GREEDY, seed=0)], RACE, VOCAB_SIZE, CPU)
 
 
+@pytest.mark.slow
 def test_statistics_count_depths_and_the_view_shows_accepted_branches() -> None:
     result = decoder().using("model", num_draft_tokens="3x4").generate(PROMPTS[1], OPTIONS["sampled"])
     stats = Stats.of(result.rounds)
@@ -218,18 +221,15 @@ def test_the_probability_of_a_runner_up_is_learned() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_tokens", [8, 11, 12, 13])
-def test_a_tree_takes_no_more_rounds_than_its_chain(max_tokens: int) -> None:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+def test_a_tree_takes_no_more_rounds_than_its_chain() -> None:
     models = fresh("llama"), fresh("llama")  # a draft model that is always right
     chain = SpeculativeDecoder(*models, drafter="model", num_draft_tokens=4, fast=True)
     tree = chain.using("model", num_draft_tokens="4x2")
-    with_chain, with_tree = (decoder.generate(prompts((9,))[0], params) for decoder in (chain, tree))
-    assert with_tree.token_ids == with_chain.token_ids
-    assert len(with_tree.rounds) == len(with_chain.rounds)
-    assert any(round.parents for round in with_tree.rounds)
-    tokens_left = [max_tokens + 9 - round.start for round in with_tree.rounds]
-    assert all(
-        len(round.draft) <= max(0, max_tokens_left - 1)
-        for round, max_tokens_left in zip(with_tree.rounds, tokens_left, strict=True)
-    )
+    for max_tokens in (11, 12):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        with_chain, with_tree = (decoder.generate(prompts((9,))[0], params) for decoder in (chain, tree))
+        assert with_tree.token_ids == with_chain.token_ids
+        assert len(with_tree.rounds) == len(with_chain.rounds)
+        assert any(round.parents for round in with_tree.rounds)
+        for round in with_tree.rounds:
+            assert len(round.draft) <= max(0, max_tokens + 9 - round.start - 1)

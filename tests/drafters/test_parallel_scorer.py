@@ -58,14 +58,14 @@ def decoder_of(**settings: Any) -> SpeculativeDecoder:
     return SpeculativeDecoder(shared("llama"), draft_model(), tokenizer=tokenizer(), **options)
 
 
-FAVOURED = {7: 30.0, 9: 30.0}
+FAVORED = {7: 30.0, 9: 30.0}
 
 
 def drafts_agree(decoder: SpeculativeDecoder) -> bool:
-    """Whether all drafts are those of `transcribed`. Two tokens are favoured, so that drafts are accepted."""
+    """Whether all drafts are those of `transcribed`. Two tokens are favored, so that drafts are accepted."""
     texts, bias = prompts([3, 17, 9]), torch.zeros(VOCAB)
-    bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
-    results = decoder.generate(texts, SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVOURED))
+    bias[list(FAVORED)] = torch.tensor(list(FAVORED.values()))
+    results = decoder.generate(texts, SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVORED))
     drafts = []
     for prompt, result in zip(texts, results, strict=True):
         text = [*prompt, *result.token_ids]
@@ -76,6 +76,7 @@ def drafts_agree(decoder: SpeculativeDecoder) -> bool:
     return all(drafts)
 
 
+@pytest.mark.slow
 def test_drafts_of_a_batch_take_one_forward_per_round_and_leave_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     forwards, score = [], Session.score
 
@@ -96,6 +97,7 @@ def test_masks_that_stay_in_the_cache_change_later_drafts(monkeypatch: pytest.Mo
     assert not drafts_agree(decoder_of())
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",

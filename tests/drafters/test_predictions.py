@@ -17,7 +17,7 @@ from slipstream.core.types import Row
 from slipstream.drafters._predictions import Place, PredictionDrafter
 from slipstream.sampling.sampler import Sampler
 from tests.support.embedded_model import loaded
-from tests.support.markers import mostly_slow, subcases
+from tests.support.markers import mostly_exhaustive, mostly_slow, subcases
 from tests.support.tiny_models import perturbed, prompts, shared
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
@@ -95,7 +95,7 @@ def test_a_prediction_that_fails_is_drafted_less_and_less_until_it_is_right_agai
     assert len(draft) > 20 and draft == old[190 : 190 + len(draft)]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(GREEDY, repetition_penalty=1.2)], ids=["0", "t", "pen"])
 @pytest.mark.parametrize("drafter", FREE)
 @pytest.mark.parametrize("count", mostly_slow([8, "auto"], 8))
@@ -110,7 +110,7 @@ def test_predictions_keep_the_text_of_plain_decoding_with_every_drafter(
         assert (result.stats.accepted_prediction_tokens or 0) > 15 or prediction == WRONG or count == "auto"
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "settings",
     mostly_slow([{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], {"num_draft_tokens": 4}),
@@ -202,7 +202,7 @@ changes = st.lists(st.tuples(st.integers(0, 59), st.integers(0, 8), st.binary(ma
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(changes, st.sampled_from(["none", "suffix"]), st.booleans())
 def test_no_edit_of_the_prediction_changes_the_text(
     edits: Sequence[tuple[int, int, bytes]], drafter: str, sampled: bool
@@ -306,7 +306,7 @@ def test_a_prediction_as_text_needs_a_tokenizer() -> None:
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", mostly_exhaustive([0.0, 0.8], 0.0))
 def test_an_edit_by_a_real_model_equals_plain_decoding(temperature: float) -> None:
     decoder = loaded().using("suffix", num_draft_tokens=7)
     old = "def area(width, height):\n    result = width * height\n    print(result)\n    return result\n"

@@ -22,7 +22,7 @@ from slipstream.models import draft_vocabulary
 from slipstream.models.draft_vocabulary import Restriction, restricted_head
 from slipstream.models.hf.backend import HFBackend
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_slow, subcases
+from tests.support.markers import mostly_exhaustive, mostly_slow, subcases
 from tests.support.tiny_models import VOCAB, fresh, perturbed, prompts, shared
 
 CPU, FIRST, END = torch.device("cpu"), 32, 60
@@ -81,7 +81,7 @@ def test_a_row_that_often_leaves_its_part_is_scored_over_the_whole_vocabulary() 
 
 
 @torch.inference_mode()
-def test_a_draft_carries_the_renormalised_distribution_over_the_scored_tokens() -> None:
+def test_a_draft_carries_the_renormalized_distribution_over_the_scored_tokens() -> None:
     restricted, hot_row = scorer(), row([3, 40, 50, 4])
     draft = ModelDrafter(restricted, VOCAB).propose([hot_row], [3], Sampler([hot_row], Race(VOCAB, CPU), VOCAB, CPU))
     unrestricted = Session(HFBackend(fresh("llama", seed=1)))
@@ -116,7 +116,7 @@ def distance(rule: str, change: Any = lambda draft: draft) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["block", "rejection", "match"])
+@pytest.mark.parametrize("rule", mostly_exhaustive(["block", "rejection", "match"], "block"))
 def test_the_distribution_of_the_text_is_the_targets(rule: str) -> None:
     assert distance(rule) < 0.1
 

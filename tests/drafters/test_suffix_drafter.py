@@ -140,12 +140,14 @@ def check_substrings(automaton: SuffixAutomaton, texts: Sequence[Sequence[int]],
             assert automaton.follow(match, automaton.count(match), 1, chance + 1e-9) == []
 
 
+@pytest.mark.slow
 @STEADY
 @given(st.lists(token_lists, min_size=1, max_size=3))
 def test_counts_and_followers_of_every_substring_are_those_of_the_texts(texts: list[list[int]]) -> None:
     check_substrings(learned(texts), texts, LIMIT)
 
 
+@pytest.mark.slow
 def test_counts_are_right_where_texts_are_longer_than_the_contexts_counted(small_limit: int) -> None:
     @STEADY
     @given(st.lists(token_lists, min_size=1, max_size=3))
@@ -192,6 +194,7 @@ def test_counting_takes_a_bounded_number_of_steps_per_token(monkeypatch: pytest.
         assert chain <= LIMIT
 
 
+@pytest.mark.slow
 @STEADY
 @given(
     tokens=token_lists,
@@ -225,6 +228,7 @@ def test_a_draft_is_that_of_the_specification_beyond_the_limit(small_limit: int)
     check()
 
 
+@pytest.mark.slow
 @STEADY
 @given(st.lists(token_lists, min_size=1, max_size=3), token_lists, token_lists, st.integers(1, 8))
 def test_the_longer_of_the_matches_in_the_row_and_in_the_store_is_followed(
@@ -339,6 +343,7 @@ def test_a_finished_row_is_released_while_others_still_refer_to_it() -> None:
 # the text stays the target's
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", mostly_slow([0.0, 0.9], 0.0))
 def test_texts_are_those_of_plain_decoding(temperature: float) -> None:
     prompts = [list(FABLE[start : start + 40].encode()) for start in range(0, 500, 60)]

@@ -56,6 +56,7 @@ def everything(chances: list[list[float]], path: Path = (), prob: float = 1.0) -
         yield from everything(chances, follower.place, follower.prob)
 
 
+@pytest.mark.slow
 @STEADY
 @given(st.lists(shares, min_size=DEPTH, max_size=DEPTH), st.integers(1, 20))
 def test_a_tree_consists_of_the_likeliest_nodes(chances: list[list[float]], length: int) -> None:
@@ -347,6 +348,7 @@ def test_texts_are_those_of_plain_decoding(drafter: str, count: int | str, tempe
         assert trees or count == "auto" or batch > 1
 
 
+@pytest.mark.slow
 def test_accepting_a_branch_the_target_did_not_choose_changes_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_child(choice: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
         accepted, _, path = match_tree(choice, draft)

@@ -33,7 +33,7 @@ from tests.support.chi_square import (
     observe,
     p_value,
 )
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.wrong_acceptance_rules import WRONG_RULES
 
 LOSSLESS = sorted(rule.name for rule in RULES.values() if rule.lossless)
@@ -43,12 +43,18 @@ WAYS = [("none", "auto"), *((drafter, rule) for drafter in DRAFTERS for rule in 
 # the rule that is wrong for sampled drafts only
 FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]
 
+# every rule with drafts that are fixed and with sampled ones, and every drafter
+USUAL = [
+    ("none", "auto"),
+    *(("ngram:1-3", "rejection"), ("ngram_table:2-3+fill", "match"), ("suffix:outputs=0", "block")),
+    *(("close", "block"), ("close", "match"), ("other", "rejection"), ("hesitant", "block"), ("mixed", "rejection")),
+]
+# with the options of the other models
+OTHERS = [(name, *way) for name in OPTIONS if name != "llama" for way in WAYS]
+PAIRED = (("close", "block"),)
+
 SOME, LONGER = 12, 10  # rows and tokens of texts that are compared token by token
 
-# the fast tests have a few cases of each kind
-over_ways = pytest.mark.parametrize(
-    ("drafter", "rule"), mostly_slow(WAYS, ("none", "auto"), ("ngram:1-3", "rejection"), ("close", "block"))
-)
 over_models = pytest.mark.parametrize("name", mostly_slow(OPTIONS, "llama"))
 
 
@@ -82,11 +88,33 @@ def runs(name: str, drafter: str, rule: str) -> Runs:
     return observe(decoder(name, drafter, rule), name, seeds(drafter, rule))
 
 
-@pytest.mark.pairwise
-@over_models
-@over_ways
-def test_joint_frequencies_follow_the_target(name: str, drafter: str, rule: str) -> None:
+def follow_the_target(name: str, drafter: str, rule: str) -> None:
     assert runs(name, drafter, rule).p_value > SUSPICIOUS
+    rounds = runs(name, drafter, rule).rounds
+    kept = sum(round.num_accepted_tokens for round in rounds)
+    refused = sum(round.rejected for round in rounds)
+    if drafter == "none":
+        assert (kept, refused) == (0, 0)
+    else:  # or the frequencies would say little about the rule
+        assert kept > RUNS / 6 and refused > RUNS / 6
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"), mostly_slow(USUAL, ("none", "auto"), ("ngram:1-3", "rejection"), ("close", "block"))
+)
+def test_joint_frequencies_follow_the_target(drafter: str, rule: str) -> None:
+    follow_the_target("llama", drafter, rule)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "rule"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case[1:] in PAIRED),
+        *mostly_exhaustive(case for case in OTHERS if case[1:] not in PAIRED),
+    ],
+)
+def test_joint_frequencies_of_other_models_follow_the_target(name: str, drafter: str, rule: str) -> None:
+    follow_the_target(name, drafter, rule)
 
 
 @pytest.mark.exhaustive
@@ -98,20 +126,7 @@ def test_joint_frequencies_over_all_drafters_and_rules_follow_the_target(name: s
     assert p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
 
 
-@pytest.mark.pairwise
-@over_models
-@over_ways
-def test_drafts_are_often_accepted_and_often_rejected(name: str, drafter: str, rule: str) -> None:
-    rounds = runs(name, drafter, rule).rounds
-    kept = sum(round.num_accepted_tokens for round in rounds)
-    refused = sum(round.rejected for round in rounds)
-    if drafter == "none":
-        assert (kept, refused) == (0, 0)
-    else:  # or the frequencies would say little about the rule
-        assert kept > RUNS / 6 and refused > RUNS / 6
-
-
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @over_models
 @pytest.mark.parametrize("size", mostly_slow([1, 5], 5))
 @pytest.mark.parametrize(
@@ -124,7 +139,7 @@ def test_texts_are_the_same_in_any_batch(name: str, drafter: str, rule: str, siz
     assert small.texts == runs(name, drafter, rule).texts[: len(first_seeds)]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @over_models
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS, "close"))
 @pytest.mark.parametrize(("length", "size"), mostly_slow([(1, 64), (6, 5), (3, 1)], (6, 5)))
@@ -143,11 +158,12 @@ def test_text_under_the_match_rule_equals_plain_decoding(name: str, drafter: str
 MORE = range(2 * RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "wrong"),
-    mostly_slow(
+    mostly_exhaustive(  # tests/core/test_acceptance.py enumerates what each of them emits
         [*(("close", name) for name in WRONG_RULES), *(("ngram:1-3", name) for name in FOR_FIXED)],
-        ("close", "residual-of-one-token"),
+        *(("close", "residual-of-one-token"), ("close", "first-mismatch-kept"), ("ngram:1-3", "bonus-from-raw-logits")),
     ),
 )
 def test_a_wrong_rule_is_caught(drafter: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +172,7 @@ def test_a_wrong_rule_is_caught(drafter: str, wrong: str, monkeypatch: pytest.Mo
     assert observe(decoder("llama", drafter, "block"), "llama", MORE).p_value < SUSPICIOUS
 
 
-@pytest.mark.parametrize("rule", mostly_slow(["topk:2", "typical"], "typical"))
+@pytest.mark.parametrize("rule", mostly_exhaustive(["topk:2", "typical"], "typical"))
 def test_a_lossy_rule_is_caught(rule: str) -> None:
     assert not load_rule(rule).lossless
     assert observe(decoder("llama", "close", rule), "llama").p_value < SUSPICIOUS
@@ -218,7 +234,7 @@ def colder(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
 
 
 def as_stated(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
-    return sampler.draw(probs, first, Stream.DRAFT)
+    return sampler.draw(probs, first)
 
 
 def drafting(rule: str, change: Callable[[Drafter], Drafter]) -> Runs:
@@ -226,6 +242,8 @@ def drafting(rule: str, change: Callable[[Drafter], Drafter]) -> Runs:
     return observe(made.using(change(made.drafter)), "llama")
 
 
+@pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "block"))
 @pytest.mark.parametrize("how", mostly_slow([likeliest, colder], likeliest))
 def test_drafts_not_drawn_from_their_declared_distribution_are_caught(how: Draw, rule: str) -> None:
@@ -233,13 +251,13 @@ def test_drafts_not_drawn_from_their_declared_distribution_are_caught(how: Draw,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["block", "rejection"])
+@pytest.mark.parametrize("rule", mostly_exhaustive(["block", "rejection"], "block"))
 def test_dropping_a_sampled_token_because_of_its_small_q_is_caught(rule: str) -> None:
     assert drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=False)).p_value < SUSPICIOUS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["block", "rejection"])
+@pytest.mark.parametrize("rule", mostly_exhaustive(["block", "rejection"], "block"))
 def test_ending_a_draft_after_an_unlikely_token_keeps_the_distribution(rule: str) -> None:
     seen = drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=True))
     assert {0, 1, 2} <= {round.num_draft_tokens for round in seen.rounds}
@@ -252,7 +270,7 @@ def test_the_same_wrapper_with_the_right_draw_keeps_the_distribution() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["none", "ngram:1-3", "close"])
+@pytest.mark.parametrize("drafter", mostly_exhaustive(["none", "ngram:1-3", "close"], "close"))
 def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Sampler, stream: Stream, offsets: range) -> Words:
         return words([key(row.seed, stream) for row in self.rows for _ in offsets]).reshape(len(self.rows), -1)
@@ -262,7 +280,7 @@ def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", mostly_exhaustive(["llama", "gemma3"], "llama"))
 def test_accepting_by_the_same_random_draw_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "round_keys", lambda self, stream: [key(row.seed, stream) for row in self.rows])
     assert observe(decoder(name, "ngram:1-3", "rejection"), name, MORE).p_value < SUSPICIOUS

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
+from slipstream import Draft, Result, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.acceptance import Distributions, Rule, load_rule
 from slipstream.core.rounds import RowDraft
 from slipstream.core.types import Row
@@ -85,9 +86,18 @@ def is_bad(row: Row) -> bool:
     return row.tokens[0] == BAD and row.num_output_tokens >= 4
 
 
-def check_neighbours(drafter: Any, message: str, acceptance: str) -> None:
-    model = SpeculativeDecoder(shared("llama"), drafter="none", reproducible=True)  # equal bits are asked for
-    plain = model.generate(PROMPTS, PARAMS)
+@cache
+def plain_decoder() -> SpeculativeDecoder:
+    return SpeculativeDecoder(shared("llama"), drafter="none", reproducible=True)  # equal bits are asked for
+
+
+@cache
+def plain_results() -> list[Result]:
+    return plain_decoder().generate(PROMPTS, PARAMS)
+
+
+def check_neighbors(drafter: Any, message: str, acceptance: str) -> None:
+    model, plain = plain_decoder(), plain_results()
     decoder = model.using(drafter, num_draft_tokens=4, acceptance=acceptance)
     results = decoder.generate(PROMPTS, PARAMS)
     assert [result.token_ids for result in results[::2]] == [result.token_ids for result in plain[::2]]
@@ -103,7 +113,7 @@ def check_neighbours(drafter: Any, message: str, acceptance: str) -> None:
 @pytest.mark.parametrize("kind", WRONG)
 def test_an_invalid_draft_fails_its_row_alone_and_names_the_drafter(kind: str, acceptance: str) -> None:
     message, change = WRONG[kind]
-    check_neighbours(Changing(change), f"^drafter Changing {message}", acceptance)
+    check_neighbors(Changing(change), f"^drafter Changing {message}", acceptance)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +128,7 @@ def test_an_invalid_draft_fails_its_row_alone_and_names_the_drafter(kind: str, a
     ids=["append", "pop", "reverse rows", "pop rows", "clear lengths"],
 )
 def test_a_drafter_that_modifies_its_inputs_changes_no_text(message: str, write: Any) -> None:
-    check_neighbours(Writing(write), message, "auto")
+    check_neighbors(Writing(write), message, "auto")
 
 
 def test_an_error_without_a_message_or_with_several_lines_is_one_line() -> None:

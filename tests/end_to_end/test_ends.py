@@ -93,7 +93,7 @@ def test_the_earliest_of_several_end_tokens_ends_the_text(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_ignore_eos_still_honours_stop_token_ids(drafter: str) -> None:
+def test_ignore_eos_still_honors_stop_token_ids(drafter: str) -> None:
     early, late = first_new(4), first_new(first_new(4) + 1)
     on = SamplingParams(max_tokens=COUNT, ignore_eos=True)
     result = run(drafter, on, ends=text()[early])

@@ -21,8 +21,8 @@ PROMPT, COUNT = "the north wind and the sun were disputing which was the stronge
     ("draft", "settings", "most"),
     [
         (None, {"drafter": "none"}, Work(72, 43, 24, 17)),
-        (None, {"drafter": "ngram", "num_draft_tokens": 7}, Work(106, 59, 26, 17)),
-        ("toy:2", {"drafter": "model", "num_draft_tokens": 4}, Work(230, 130, 27, 21)),
+        (None, {"drafter": "ngram", "num_draft_tokens": 7}, Work(108, 59, 26, 17)),
+        ("toy:2", {"drafter": "model", "num_draft_tokens": 4}, Work(232, 130, 27, 21)),
     ],
     ids=["plain", "ngram@7", "model@4"],
 )

@@ -135,7 +135,7 @@ def test_a_fault_of_its_own_fails_a_row_alone(made: Any, fault: Any, place: int)
     assert [result.token_ids for result in again] == [whole.token_ids for whole in without_fault(made, place)]
 
 
-def test_a_fault_keeps_the_caches_of_neighbours() -> None:
+def test_a_fault_keeps_the_caches_of_neighbors() -> None:
     def num_read(drafter: Any) -> int:
         decoder = toy(drafter=drafter)
         decoder.generate(*ordered(2))
@@ -229,6 +229,7 @@ PLACES: dict[str, Callable[[SpeculativeDecoder, BaseException], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("error", [Broken("ours"), Panic("ours"), KeyboardInterrupt(), MemoryError()], ids=repr)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("made", mostly_slow([toy, model_pair, recurrent], toy))

@@ -52,7 +52,7 @@ def test_invalid_numbers_of_texts_are_refused(n: Any) -> None:
 
 def test_several_greedy_texts_are_refused() -> None:
     with pytest.raises(UsageError, match=r"^n=3; allowed: 1 with temperature=0"):
-        SamplingParams(n=3)
+        SamplingParams(n=3, temperature=0.0)
 
 
 def test_streams_and_rows_refuse_several_texts_per_prompt(decoder: SpeculativeDecoder) -> None:

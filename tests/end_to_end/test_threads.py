@@ -17,6 +17,7 @@ import torch
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.models.cpu import thread_placement
+from tests.support.embedded_model import loaded
 from tests.support.markers import subcases
 from tests.support.processes import PATIENCE
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
@@ -65,6 +66,7 @@ def check_threads(decoder: SpeculativeDecoder, texts: list[Any], params: list[Sa
     assert together([work(i) for i in range(THREADS)]) == alone
 
 
+@pytest.mark.slow
 def test_threads_get_the_text_that_each_gets_alone() -> None:
     params = [SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=0.9, seed=3)] * 3
     decoder = SpeculativeDecoder("toy", "toy:2", acceptance="match")
@@ -74,12 +76,13 @@ def test_threads_get_the_text_that_each_gets_alone() -> None:
 
 @pytest.mark.smollm2
 def test_threads_get_the_text_that_each_gets_alone_from_a_real_model() -> None:
-    params = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.8, seed=3)] * 3
-    # float32, because without calibrated shapes bfloat16 rounds visibly
-    options: dict[str, Any] = {"dtype": "float32", "reproducible": False, "num_draft_tokens": 4}
-    check_threads(SpeculativeDecoder("smollm2", acceptance="match", **options), TEXTS, params)
+    params = [SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, temperature=0.8, seed=3)] * 3
+    if not loaded().reproducible:
+        pytest.skip("forward shapes do not agree on this machine, so that bfloat16 rounds visibly")
+    check_threads(loaded().using(acceptance="match"), TEXTS, params)
 
 
+@pytest.mark.slow
 def test_decoders_over_one_loaded_model_take_turns() -> None:
     model, params = fresh("llama"), SamplingParams(max_tokens=20)
     decoders = [SpeculativeDecoder(model, perturbed("llama") if i % 2 else None) for i in range(THREADS)]

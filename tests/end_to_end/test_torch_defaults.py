@@ -49,7 +49,7 @@ def expected_texts(models: str, params: str) -> list[list[int]]:
     return texts(MODELS[models], PARAMS[params])
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("models", MODELS)
 @pytest.mark.parametrize("params", PARAMS)
 def test_texts_do_not_depend_on_torchs_defaults(models: str, params: str, default: Any) -> None:
@@ -124,14 +124,18 @@ def test_nan_logits_of_a_draft_model_change_no_text(acceptance: str) -> None:
         assert result.token_ids == plain.generate(PROMPTS[0], params).token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begins_inside", [False, True])
 def test_a_decoder_follows_autocast_and_leaves_nothing_of_it_behind(begins_inside: bool) -> None:
     def logits(decoder: SpeculativeDecoder, is_inside: bool) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_inside):
             return decoder.next_logits([*PROMPTS[0], 5, 6, 7])
 
-    expected = {is_inside: logits(SpeculativeDecoder(fresh("llama")), is_inside) for is_inside in (False, True)}
+    expected = {
+        is_inside: logits(SpeculativeDecoder(fresh("llama"), reproducible=False), is_inside)
+        for is_inside in (False, True)
+    }
     assert not torch.equal(expected[False], expected[True])
-    decoder = SpeculativeDecoder(fresh("llama"))
+    decoder = SpeculativeDecoder(fresh("llama"), reproducible=False)
     for is_inside in (begins_inside, not begins_inside, begins_inside):
         assert torch.equal(logits(decoder, is_inside), expected[is_inside])

@@ -1,4 +1,4 @@
-"""`generate` returns the same text with our loop as without it; options our loop cannot honour are refused."""
+"""`generate` returns the same text with our loop as without it; options our loop cannot honor are refused."""
 
 import gc
 import weakref
@@ -247,7 +247,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
 
 
 @subcases("message", REFUSALS)
-def test_options_that_cannot_be_honoured_are_refused_by_name(message: str) -> None:
+def test_options_that_cannot_be_honored_are_refused_by_name(message: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
         shared("llama").generate(**batch() | GREEDY | REFUSALS[message], custom_generate=custom_generate)
     assert "\n" not in str(error.value)

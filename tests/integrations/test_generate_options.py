@@ -88,7 +88,7 @@ SAMPLING: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"temperature", "top_k", "top_p", "min_p"},
     ),
     "top-p alone": ({"top_k": 0, "top_p": 0.6}, {"top_p"}),
-    "normalised": ({"temperature": 1.4, "renormalize_logits": True}, {"temperature", "top_k"}),
+    "normalized": ({"temperature": 1.4, "renormalize_logits": True}, {"temperature", "top_k"}),
     "typical": ({"temperature": 0.7, "top_p": 0.9, "typical_p": 0.5}, {"logits_processors"}),
     "epsilon": ({"top_k": 12, "epsilon_cutoff": 0.03}, {"logits_processors"}),
     "eta": ({"temperature": 1.2, "eta_cutoff": 0.2}, {"logits_processors"}),

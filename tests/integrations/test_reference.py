@@ -133,7 +133,7 @@ def test_greedy_text_equals_the_targets(name: str, gamma: int) -> None:
 def test_skipping_the_adjustment_leaves_greedy_exact(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "slipstream"):
         assert greedy(PROMPTS[0], skip_sample_adjustment=True) == greedy(PROMPTS[0])
-    assert not caplog.records
+    assert not any("lossy" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("options", [{"use_cache": True}, {"first_target": False}, {"pad_token_id": None}])

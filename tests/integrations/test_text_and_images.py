@@ -149,12 +149,6 @@ def test_a_multimodal_folder_runs_on_its_language_model(name: str, tmp_path: Pat
     assert [text.token_ids for text in texts] == plain
 
 
-def test_a_multimodal_folder_cannot_be_quantised_at_load(tmp_path: Path) -> None:
-    multimodal("Gemma3ForConditionalGeneration").save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"quantize='int8', but .* more parts than a language model \(text_config\)"):
-        SpeculativeDecoder(str(tmp_path), quantize="int8")
-
-
 MEDIA: dict[str, dict[str, Any]] = {
     "(image input|pixel_values) is given; allowed: text only": {"pixel_values": torch.rand(2, 3, 28, 28)},
     "token_type_ids is given; allowed: input_ids": {"token_type_ids": torch.ones_like(IDS)},

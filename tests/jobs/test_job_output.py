@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,7 @@ def test_a_file_without_lines_is_refused_and_nothing_is_written(
 def test_an_answer_is_synced_to_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr("os.fsync", lambda descriptor: synced.append((tmp_path / "out.jsonl").stat().st_size))
-    with JobOutput(tmp_path / "out.jsonl") as output:
+    with closing(JobOutput(tmp_path / "out.jsonl")) as output:
         output.append([{"id": "a"}, {"id": "b"}])
         output.append([])
         output.append([{"id": "c"}])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear, compressed_or_packed
-from slipstream.models.cpu.quantised_linear import QuantisedLinear, quantised
+from slipstream.models.cpu.quantized_linear import QuantizedLinear, quantized
 from slipstream.models.draft_vocabulary import RestrictedHead, restricted_head
 
 FIRST, OUTPUTS, INPUTS = 32, 96, 64
@@ -21,8 +21,8 @@ KINDS: dict[str, Convert | None] = {
     "plain": None,
     "packed": PackedLinear,
     "compressed": compressed_or_packed,
-    "int8": lambda linear: quantised(linear, "int8"),
-    "int4": lambda linear: quantised(linear, "int4"),
+    "int8": lambda linear: quantized(linear, "int8"),
+    "int4": lambda linear: quantized(linear, "int4"),
 }
 
 
@@ -70,7 +70,7 @@ def test_a_failure_ends_the_restriction() -> None:
 @pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 @torch.inference_mode()
 def test_a_restricted_kernel_shares_the_weights_of_the_whole_one() -> None:
-    for kind, kernel in (("int4", QuantisedLinear), ("int8", QuantisedLinear), ("compressed", CompressedLinear)):
+    for kind, kernel in (("int4", QuantizedLinear), ("int8", QuantizedLinear), ("compressed", CompressedLinear)):
         head = head_of_kind(kind)
         assert isinstance(head.complete, kernel) and isinstance(head.first, kernel)
         assert head.first.weights.data == head.complete.weights.data

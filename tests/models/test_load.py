@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
-from slipstream.integrations.transformers.custom_generate import custom_generate
 from slipstream.models import plain_models
 from slipstream.models.cpu.packed_linear import PackedLinear, unsupported
 from slipstream.models.loaded import LoadOptions
@@ -26,8 +25,9 @@ from slipstream.models.weights import gguf_configuration
 from slipstream.models.weights import model_files as files
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
-from slipstream.models.weights.transformers_reader import auto_class
+from slipstream.models.weights.transformers_reader import auto_class, check_finite
 from tests.support.gguf_files import write_model
+from tests.support.markers import subcases
 from tests.support.tiny_models import VOCAB, fresh, prompts, reference, shared, tokenizer
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -137,32 +137,6 @@ def test_invalid_end_ids_are_refused_in_one_line(ends: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("settings", "warning"),
-    [
-        ({"repetition_penalty": 1.3}, "repetition_penalty=1.3, which generate applies .*: repetition_penalty$"),
-        (
-            {"suppress_tokens": [5, 6], "min_new_tokens": 3},
-            r"min_new_tokens=3, suppress_tokens=\[5, 6\], .*: min_tokens, l",
-        ),
-        ({"forced_eos_token_id": 0, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2, forced_eos_token_id=0, .*"),
-        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.0, "min_length": 0}, None),
-    ],
-)
-def test_settings_that_only_generate_follows_cause_a_warning(
-    settings: dict[str, Any], warning: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = fresh("llama")
-    for name, value in settings.items():
-        setattr(model.generation_config, name, value)
-    SpeculativeDecoder(model)
-    assert re.search(warning, caplog.text.strip()) if warning else not caplog.text
-    caplog.clear()
-    ids = torch.tensor([PROMPT])  # custom_generate follows them, so nothing is logged
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, custom_generate=custom_generate)
-    assert not caplog.text
-
-
-@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("/no/such/folder", "is not a folder"),
@@ -236,6 +210,16 @@ def test_weights_of_other_shapes_are_refused_with_both_shapes(folder: Path, tmp_
     assert f"{inner_size}" in one_line(error) and f"{inner_size + 4}) by config.json" in one_line(error)
     load_options = {"ignore_mismatched_sizes": True}  # the caller accepts the mismatch
     SpeculativeDecoder(other, fast=False, reproducible=False, load_options=load_options)
+
+
+@subcases("number, dtype", [(float("nan"), "float32"), (float("inf"), "bfloat16"), (-float("inf"), "float16")])
+def test_weights_that_are_no_finite_numbers_are_refused(number: float, dtype: str, tmp_path: Path) -> None:
+    model = fresh("llama").to(getattr(torch, dtype))
+    check_finite("m", torch.nn.Linear(8, 8).requires_grad_(False).apply(lambda layer: layer.weight.fill_(3e38)))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 2] = number
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SlipstreamError, match=r"tensor 'model.layers.1.mlp.up_proj.weight' holds numbers that are not"):
+        SpeculativeDecoder(str(tmp_path), dtype=dtype)
 
 
 def test_weights_that_the_model_does_not_use_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_revision_selects_weights_and_tokenizer(hub: Path, fast: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_revision_selects_weights_that_are_quantised_at_load(hub: Path) -> None:
+def test_a_revision_selects_weights_that_are_quantized_at_load(hub: Path) -> None:
     options = {"cache_dir": str(hub), "revision": "v2"}
     by_name = load("org/name", LoadOptions(device="cpu", extra=options, rounding="int8"))
     by_folder, other = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from slipstream.models.model_size import larger, num_weights_read
+from slipstream.models.model_size import cached_bytes, larger, num_weights_read
 from tests.support.tiny_models import shared
 
 
@@ -20,6 +20,10 @@ def test_the_estimate_is_about_the_number_of_weights(name: str) -> None:
 def test_of_a_mixture_the_experts_of_a_token_count() -> None:
     mixture = transformers.MixtralConfig()
     assert num_weights_read(mixture) == pytest.approx(12.8e9, rel=0.02)  # Mixtral 8x7B: 12.9 of 46.7 billion
+
+
+def test_latent_attention_caches_a_latent_for_all_heads() -> None:
+    assert cached_bytes(transformers.DeepseekV3Config(dtype="bfloat16")) == 61 * (512 + 64) * 2
 
 
 def test_a_configuration_that_does_not_say_has_no_size() -> None:

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.tiny_models import (
     ARCHITECTURES,
     VOCAB,
     fresh,
-    over_architectures,
     perturbed,
     prompts,
     reference,
@@ -49,7 +48,7 @@ def ids(results: list[Any]) -> list[list[int]]:
 BATCHES = [*(("llama", drafter) for drafter in DRAFTS), *((name, "close") for name in ARCHITECTURES if name != "llama")]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("reproducible", ["auto", False])  # "auto": reproducible if shapes agree on this machine
 @pytest.mark.parametrize(("name", "drafter"), mostly_slow(BATCHES, ("llama", "ngram"), ("llama", "close")))
 def test_greedy_batch_equals_hugging_face_at_every_draft_length(
@@ -63,7 +62,7 @@ def test_greedy_batch_equals_hugging_face_at_every_draft_length(
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTS, "close"))
-@over_architectures
+@pytest.mark.parametrize("name", mostly_exhaustive(ARCHITECTURES, "llama", "gemma3", "gpt2"))
 def test_a_row_alone_equals_hugging_face(name: str, drafter: str) -> None:
     speculative = decoder(name, drafter, num_draft_tokens=3 if drafter != "none" else 0)
     assert ids([speculative.generate(prompt, GREEDY) for prompt in PROMPTS]) == expected(name)
@@ -77,6 +76,7 @@ def test_drafts_of_the_close_model_are_accepted_in_part(name: str) -> None:
     assert 0 < accepted < drafted  # otherwise parity with it would not exercise both ends of a round
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", mostly_slow(["llama", "mistral", "gemma3"], "gemma3"))
 @pytest.mark.parametrize("reproducible", mostly_slow([True, False], False))
 def test_a_prompt_longer_than_a_prefill_chunk_equals_hugging_face(name: str, reproducible: bool) -> None:
@@ -88,7 +88,7 @@ def test_a_prompt_longer_than_a_prefill_chunk_equals_hugging_face(name: str, rep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["none", "ngram", "close"])
+@pytest.mark.parametrize("drafter", mostly_exhaustive(["none", "ngram", "close"], "close"))
 def test_the_context_can_be_filled_to_its_last_position(drafter: str) -> None:
     model, prompt = shared("gpt2"), PROMPTS[3]
     room = model.config.n_positions - len(prompt)
@@ -97,7 +97,7 @@ def test_the_context_can_be_filled_to_its_last_position(drafter: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["none", "ngram", "close"])
+@pytest.mark.parametrize("drafter", mostly_exhaustive(["none", "ngram", "close"], "close"))
 def test_a_double_precision_model_keeps_its_double_precision_text(drafter: str) -> None:
     model, draft = shared("llama", 0, torch.float64), perturbed("llama") if drafter == "close" else None
     speculative = SpeculativeDecoder(model, draft, drafter=drafter if draft is None else "model")
@@ -125,6 +125,7 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("drafter", mostly_slow(["ngram", "other", "close"], "close"))
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3", "gpt2"], "llama"))
 def test_match_generates_the_text_of_seeded_plain_decoding(name: str, drafter: str) -> None:
@@ -134,6 +135,7 @@ def test_match_generates_the_text_of_seeded_plain_decoding(name: str, drafter: s
     assert ids(plain)[0] != expected(name)[0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("acceptance", mostly_slow(["rejection", "match", "auto"], "rejection"))
 @pytest.mark.parametrize("drafter", mostly_slow(["ngram", "close"], "close"))
 def test_each_row_keeps_its_options_and_random_draws_in_a_batch(drafter: str, acceptance: str) -> None:

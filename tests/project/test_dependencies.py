@@ -21,12 +21,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 CORE = ("torch", "transformers", "numpy", "safetensors")
 
 
-def normalised(name: str) -> str:
+def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def names(requirements: list[str]) -> set[str]:
-    return {normalised(Requirement(text).name) for text in requirements}
+    return {normalized(Requirement(text).name) for text in requirements}
 
 
 def with_requirements(packages: set[str]) -> set[str]:
@@ -39,13 +39,13 @@ def with_requirements(packages: set[str]) -> set[str]:
             required = [Requirement(text) for text in requires(name) or []]
         except PackageNotFoundError:  # of another system
             continue
-        waiting |= {normalised(r.name) for r in required if r.marker is None or r.marker.evaluate({"extra": ""})}
+        waiting |= {normalized(r.name) for r in required if r.marker is None or r.marker.evaluate({"extra": ""})}
         waiting -= reached
     return reached
 
 
 DECLARED = names(PROJECT["dependencies"])
-MODULES = {module: {normalised(name) for name in owners} for module, owners in packages_distributions().items()}
+MODULES = {module: {normalized(name) for name in owners} for module, owners in packages_distributions().items()}
 
 
 def test_every_imported_package_is_declared() -> None:

@@ -25,7 +25,8 @@ BLOCK = re.compile(r"(?ms)^( *)```(\w*)([^\n]*)\n(.*?)^\1```$")
 FIGURE = re.compile(
     r"(?<![\w.])\d+(?:\.\d+)?x(?!\w)|\d\.\d+ times (?:as|faster)|\d (?:tok/s|tokens per second|tokens per forward)"
 )
-MOST_WORDS = 17_000
+MOST_WORDS = 15_000  # of the pages that are to be read; reference and dated results are looked up
+LOOKED_UP = {"models.md", "defaults.md", "glossary.md", "results.md"}
 GENERATED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
 # Models that the documentation names, which are not on every machine, and their substitutes in the tests.
 TARGETS = re.compile(r'"(?:Qwen/[\w.-]+|smollm2)"')
@@ -165,7 +166,7 @@ def test_speed_figures_are_only_on_the_results_page(page: Path) -> None:
 
 def test_figures_of_the_readme_are_also_on_the_results_page() -> None:
     readme, results = prose(ROOT / "README.md"), (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    figures = re.findall(r"\| \**(\d+\.\d+)\** \|", readme)
+    figures = re.findall(r"\| \**(\d+\.\d+)\**(?= \|)", readme)
     assert figures and all(figure in results for figure in figures)
     assert FIGURE.findall(readme) == []
 
@@ -188,7 +189,7 @@ def test_every_picture_is_used_on_a_page() -> None:
 
 
 def test_the_documentation_is_short() -> None:
-    total = sum(map(words_of, PAGES))
+    total = sum(words_of(page) for page in PAGES if page.name not in LOOKED_UP)
     assert total < MOST_WORDS, f"{total} words"
 
 

@@ -74,7 +74,7 @@ HF = (
     "slipstream.tokenization.file_tokenizer",
     "slipstream.models.weights",
     "slipstream.models.plain_models",
-    "slipstream.models.quantised_models",
+    "slipstream.models.quantized_models",
     "slipstream.models.decoder",
     "slipstream.models.heads",
     "slipstream.models.hf",

@@ -45,7 +45,7 @@ def locale_dependent(source: str) -> Iterator[str]:
         is_text: dict[str, bool] = {
             "read_text": not node.args,
             "write_text": len(node.args) < 2,
-            "open": owner not in ("os", "archive", "_opener") and not (mode and "b'" in ast.unparse(mode)),
+            "open": owner not in ("os", "archive", "_opener", "Image") and not (mode and "b'" in ast.unparse(mode)),
             "fdopen": not (mode and "b'" in ast.unparse(mode)),
             "TemporaryFile": mode is not None and "b'" not in ast.unparse(mode),
             "NamedTemporaryFile": mode is not None and "b'" not in ast.unparse(mode),

@@ -37,7 +37,7 @@ def test_the_changelog_has_the_version_and_standard_headings_only() -> None:
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_the_citation_has_the_current_version_and_licence() -> None:
+def test_the_citation_has_the_current_version_and_license() -> None:
     citation = yaml.safe_load(text("CITATION.cff"))
     project: dict[str, Any] = tomllib.loads(text("pyproject.toml"))["project"]
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # fields that the schema requires
@@ -86,5 +86,5 @@ def test_documented_docker_runs_mount_keys_and_models() -> None:
     command = json.loads(entrypoint)
     keys = command[command.index("--api-key-file") + 1]
     (models,) = re.findall(r"(?m)^VOLUME (\S+)$", image)
-    runs = re.findall(r"docker run -p .*", image + text("docs/server.md"))
+    runs = re.findall(r"docker run -p .*", image + text("docs/operate.md"))
     assert len(runs) == 2 and all(f":{keys}:ro " in run and f":{models} " in run for run in runs)

@@ -50,10 +50,11 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     "stop_token_ids": [None, 5, "5", ["5"], [-1], [1.0], [True], [None], {5}],
     "ignore_eos": [None, 0, 1, "yes"],
     "seed": ["1", True, False, 1.0, -1, NAN],
-    "n": [*NOT_COUNTS, None, 0, 2],
+    "n": [*NOT_COUNTS, None, 0],
     "logprobs": NOT_COUNTS,
     "thinking_token_budget": ["auto", True, False, 2.0, -1, NAN],
     "num_draft_tokens": ["auto", True, False, 2.0, -1, NAN],
+    "suffix": ["", "a\ud800b", 5, True, [1], ("a",)],
     "prediction": ["", "a\ud800b", 5, True, [], (), [-1], ["a"], [1.0], [True], {1}, b"a"],
     "constraint": [5, "json", {"regex": "a"}],
     "logits_processors": [None, 5, print, "print", [5], [None], ["print"]],
@@ -78,6 +79,7 @@ POSSIBLE: dict[str, list[Any]] = {
     "logprobs": [None, 0, 5],
     "thinking_token_budget": [None, 0, 3],
     "num_draft_tokens": [None, 0, 3],
+    "suffix": [None, "a", "\n"],
     "prediction": [None, "a", "\n", [0], (1, 2)],
     "constraint": [None, Constraint(regex="a+")],
     "logits_processors": [(), [print], (print, len)],
@@ -200,7 +202,7 @@ def test_numbers_and_arrays_of_numpy_and_pytorch_are_taken_as_python_values() ->
         bad_words=[torch.tensor([3, 5]), "x"],
         prediction=[np.int32(7)],
     )
-    changed = {name: value for name, value in params.to_dict().items() if value != getattr(SamplingParams(), name)}
+    changed = {name: value for name, value in params.to_dict().items() if value != SamplingParams().to_dict()[name]}
     assert json.loads(json.dumps(changed)) == {
         "temperature": 0.5,
         "max_tokens": 4,

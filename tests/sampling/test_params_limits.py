@@ -305,7 +305,7 @@ def test_a_processor_that_returns_wrong_scores_is_named_with_what_is_allowed(
     assert "\n" not in str(refusal.value)
 
 
-def centred(input_ids: Tensor, scores: Tensor) -> Tensor:
+def centered(input_ids: Tensor, scores: Tensor) -> Tensor:
     """Returns NaN where a token is impossible, as tokens that a smaller draft model lacks are."""
     return scores - scores.mean(-1, keepdim=True)
 
@@ -317,7 +317,7 @@ def test_a_processor_that_fails_on_the_draft_models_logits_does_not_fail_its_row
     fit = ModelDrafter._fit
     lacking = torch.tensor([ord("Q")])
     monkeypatch.setattr(ModelDrafter, "_fit", lambda self, logits: fit(self, logits).index_fill(-1, lacking, NEVER))
-    params = SamplingParams(max_tokens=12, temperature=temperature, seed=2, logits_processors=[centred])
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=2, logits_processors=[centered])
     plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", params)
     drafted = SpeculativeDecoder("toy", "toy:3", drafter="model", num_draft_tokens=4).generate("The heron", params)
     assert drafted.token_ids == plain.token_ids and drafted.stats.num_draft_tokens > 0

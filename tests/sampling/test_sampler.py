@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from slipstream import SamplingParams
+from slipstream.core.acceptance import accept, load_rule
 from slipstream.core.rng import Race, Stream, key
 from slipstream.core.types import Draft, Row
 from slipstream.sampling.sampler import NONE, Sampler
@@ -319,15 +320,15 @@ def test_the_leader_is_the_token_that_is_sampled() -> None:
     target, _ = pair_of_distributions()
     sampler = batch(0.8)
     leaders, _ = sampler.leaders(0.8 * target.log(), 3, 1)
-    assert torch.equal(leaders, sampler.draw(target[:, None], 3))
-    assert not torch.equal(leaders, sampler.draw(target[:, None], 4))
+    assert torch.equal(leaders, sampler.draw(target[:, None], 3, Stream.TOKEN))
+    assert not torch.equal(leaders, sampler.draw(target[:, None], 4, Stream.TOKEN))
 
 
 def test_the_share_of_a_race_predicts_acceptance_better_than_the_probability() -> None:
     target, draft = pair_of_distributions()
     sampler = batch(0.8)
     leaders, shares = sampler.leaders(0.8 * draft.log(), 0, 1)
-    accepted = leaders[:, 0] == sampler.draw(target[:, None])[:, 0]
+    accepted = leaders[:, 0] == sampler.draw(target[:, None], 0, Stream.TOKEN)[:, 0]
     probability = draft.gather(1, leaders)[:, 0]
     assert log_loss(shares[:, 0], accepted) < 0.95 * log_loss(probability, accepted)
 
@@ -353,5 +354,28 @@ def test_leaders_respect_options_that_drop_tokens() -> None:
     sampler = Sampler(rows, Race(RACERS, CPU), RACERS, CPU)
     for scores in (draft[i : i + 2].log() for i in range(0, ROWS, 2)):
         leaders, shares = sampler.leaders(scores, 1, 1)
-        assert torch.equal(leaders, sampler.draw(sampler.probs(scores[:, None]), 1))
+        assert torch.equal(leaders, sampler.draw(sampler.probs(scores[:, None]), 1, Stream.TOKEN))
         assert bool((shares > 0.2).any())
+
+
+def p_value(*streams: Stream) -> float:
+    """Of the hypothesis that the first token of 20,000 rows is drawn from p, though its draft is drawn from q.
+
+    streams: of the drafts' random numbers, if not the default one.
+    """
+    count = 20_000
+    p, q = torch.tensor([0.4, 0.35, 0.15, 0.1]), torch.tensor([0.05, 0.15, 0.4, 0.4])
+    rows = [Row(i, [0], SamplingParams(temperature=1.0), seed=i) for i in range(count)]
+    sampler = Sampler(rows, Race(len(p), CPU), len(p), CPU)
+    probs = q.expand(count, 1, -1)
+    draft = Draft(sampler.draw(probs, 0, *streams), (1,) * count, probs)
+    verdict = accept(load_rule("rejection"), p.log().expand(count, 2, -1), draft, sampler)
+    first = draft.tokens[:, 0].where(verdict.accepted == 1, verdict.next_token)
+    expected = (count * p).double()
+    chi_square = ((torch.bincount(first, minlength=len(p)) - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor(1.5).double(), chi_square / 2))  # 3 degrees of freedom
+
+
+def test_draws_of_drafts_are_independent_of_the_targets() -> None:
+    assert p_value() > 1e-3
+    assert p_value(Stream.TOKEN) < 1e-6

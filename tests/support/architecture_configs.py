@@ -65,6 +65,28 @@ WIDE: dict[str, Any] = {
 }
 
 
+QWEN = {
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [6, 5, 5],
+    },
+}
+LATENT = {
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 64),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 32),
+}
+# what some types need further in the wide size: half of a head rotated, latents and other parts for the kernels
+ONLY_WIDE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), QWEN),
+    **{key: {"hidden_size_per_layer_input": 32} for key in ("gemma4", "gemma4_text")},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16},
+}
+
+
 def widened(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of a type in the wide size. Key heads that are as many as query heads stay so."""
     wide = dict[str, Any]()

@@ -10,7 +10,17 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.support.architecture_configs import CONFIGS, NOT_CAUSAL, ORIGINAL, POSITIONS, SCALES, SIZES, WIDE, widened
+from tests.support.architecture_configs import (
+    CONFIGS,
+    NOT_CAUSAL,
+    ONLY_WIDE,
+    ORIGINAL,
+    POSITIONS,
+    SCALES,
+    SIZES,
+    WIDE,
+    widened,
+)
 
 MOST_PARAMETERS = 3_000_000
 SCALE = 3.0  # of the initial weights: at scale 1 greedy texts repeat one token
@@ -31,7 +41,9 @@ def tiny_config(model_type: str, wide: bool = False) -> Any:
     if model_type in NOT_CAUSAL:
         raise Unbuilt(NOT_CAUSAL[model_type])
     default, settings = CONFIG_MAPPING[model_type]().get_text_config(), CONFIGS.get(model_type, {})
-    settings, all_sizes = (widened(settings), SIZES | WIDE) if wide else (settings, SIZES)
+    if wide:
+        settings = widened(settings) | ONLY_WIDE.get(model_type, {})
+    all_sizes = SIZES | WIDE if wide else SIZES
     sizes = {field: size for name, size in all_sizes.items() if (field := settable(default, name))}
     # the default has more layers; lists per layer are rebuilt for fewer, except those with several kinds
     lists = {field: None for name in PER_LAYER if (field := settable(default, name)) and getattr(default, name)}

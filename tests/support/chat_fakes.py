@@ -18,6 +18,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
+        self.thoughts: list[str] = []
         self.said: list[str] = []
         self.notes: list[str] = []
         self.errors: list[str] = []
@@ -30,6 +31,9 @@ class Recorder:
             if self.stop_after == 0:
                 self.stop_after = None
                 raise KeyboardInterrupt
+
+    def thought(self, text: str) -> None:
+        self.thoughts.append(text)
 
     def show(self, line: str | Text) -> None:
         self.said.append(str(line))

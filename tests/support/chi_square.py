@@ -34,7 +34,7 @@ COUNT = 5  # the first comes from the prompt's forward and is never drafted
 # every token occurs, so a lookup always finds something; longer than the sliding window of Gemma-3
 PROMPT = [1, 6, 5, 2, 4, 3, 0, 1, 6, 4, 4, 1, 6, 4, 4]
 RUNS = 400
-FEWEST = 5.0  # expected runs in a cell; smaller cells are pooled with their neighbours
+FEWEST = 5.0  # expected runs in a cell; smaller cells are pooled with their neighbors
 SUSPICIOUS = 1e-4  # the chance that a right loop fails; the seeds are fixed, so a test always passes or always fails
 
 Array = NDArray[np.float64]
@@ -105,7 +105,7 @@ def exact_distribution(name: str) -> Array:
 
 
 def p_value(observed: Array, distribution: Array) -> float:
-    """Chi-square test of counts per cell; neighbouring cells are pooled until each has FEWEST expected runs.
+    """Chi-square test of counts per cell; neighboring cells are pooled until each has FEWEST expected runs.
 
     Cells are in the order of enumeration, so those pooled mostly share their first tokens. 0 if something impossible
     was observed.

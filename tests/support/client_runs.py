@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import processes
 from tests.support.processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -25,11 +28,17 @@ OFFLINE = {
     "no_proxy": "127.0.0.1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+AGENT_SETTINGS = ("ANTHROPIC_", "CLAUDE", "CODEX_", "OPENAI_", "OPENCODE", "SLIPSTREAM_")  # the user's own
 
 
 def program(name: str, command: str) -> Path:
     """A program of a client's environment."""
     return ROOT / ".clients" / name / "bin" / command
+
+
+def node_program(name: str, command: str) -> Path:
+    """A program of a client that npm has installed."""
+    return ROOT / ".clients" / name / "node_modules" / ".bin" / command
 
 
 def needs(name: str) -> pytest.MarkDecorator:
@@ -53,6 +62,38 @@ def run_client(name: str, command: str, *arguments: str, folder: Path | None = N
         f"{command} {' '.join(arguments)}\n{finished.stdout[-4000:]}\n{finished.stderr[-8000:]}"
     )
     return finished.stdout
+
+
+def run_agent(words: list[str], home: Path, folder: Path) -> str:
+    """What a coding agent printed that ran in a folder; all its processes end with it.
+
+    Its settings lie in an empty home folder, and it reaches no other machine.
+    """
+    places = [str(ROOT / ".clients" / name / "node_modules" / ".bin") for name in ("claude", "codex", "opencode")]
+    variables = {
+        "PATH": os.pathsep.join([*places, os.environ["PATH"]]),
+        "HOME": str(home),
+        **{f"XDG_{kind}_HOME": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "STATE", "CACHE")},
+        **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
+    }
+    kept = {name: value for name, value in processes.environment().items() if not name.startswith(AGENT_SETTINGS)}
+    with subprocess.Popen(
+        words,
+        env=kept | OFFLINE | variables,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=PATIENCE)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, f"{' '.join(words)}\n{printed[-4000:]}\n{errors[-8000:]}"
+    return printed
 
 
 def run_script(name: str, script: str, *arguments: str, folder: Path | None = None) -> Any:

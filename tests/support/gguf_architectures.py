@@ -64,6 +64,8 @@ def model_of(config: Any, seed: int = 0) -> Any:
         noise = torch.randn(tensor.shape, generator=generator)
         is_norm = "norm" in name or name.endswith((".D", "layer_scalar"))
         tensor.copy_((1 if is_norm and not is_shifted(config, name) else 0) + 0.15 * noise)
+        if config.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+            tensor *= 0.2  # its scores are not scaled, so that roundings would decide which token is attended to
     model.tie_weights()
     return model
 
@@ -123,7 +125,7 @@ def add_tensor(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
         writer.add_tensor(name, numbers)
     else:
         number = gguf.GGMLQuantizationType[kind]
-        if kind.endswith(("_K", "NVFP4")):  # which the package does not quantise to
+        if kind.endswith(("_K", "NVFP4")):  # which the package does not quantize to
             rows = random_blocks(BY_NAME[kind], *numbers.reshape(-1, numbers.shape[-1]).shape, len(name), 0.0003)
             raw = rows.reshape(*numbers.shape[:-1], -1)
         else:
@@ -169,9 +171,13 @@ def rotary(settings: dict[str, Any]) -> dict[str, Any]:
         found |= {"rope.scaling.type": settings["rope_type"], "rope.scaling.factor": float(settings["factor"])}
     if settings.get("rope_type") == "yarn":
         found["rope.scaling.original_context_length"] = settings["original_max_position_embeddings"]
-        for name in ("beta_fast", "beta_slow"):
-            if name in settings:
-                found[f"rope.scaling.yarn_{name}"] = float(settings[name])
+        for field, name in (
+            ("attention_factor", "attn_factor"),
+            ("beta_fast", "beta_fast"),
+            ("beta_slow", "beta_slow"),
+        ):
+            if field in settings:
+                found[f"rope.scaling.yarn_{name}"] = float(settings[field])
     return found
 
 
@@ -274,6 +280,30 @@ def sigmoid(config: Any, parameter: str, numbers: Tensor) -> Written | None:
     if parameter.endswith("e_score_correction_bias"):
         return [(f"blk.{parameter.split('.')[2]}.exp_probs_b.bias", numbers)]
     return None
+
+
+def latent_keys(config: Any, gating: int, is_joint: bool = False) -> dict[str, Any]:
+    """is_joint: of a file that has the matrices of keys and values in one tensor."""
+    rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    of_heads = {"key_length": config.qk_nope_head_dim + rotated, "value_length": config.v_head_dim}
+    lengths = {"key_length": rank + rotated, "value_length": rank, "head_count_kv": 1}
+    lengths |= {f"{name}_mla": size for name, size in of_heads.items()}
+    if is_joint:
+        lengths = of_heads | {"head_count_kv": config.num_attention_heads}
+    keys = {
+        **{f"attention.{name}": size for name, size in lengths.items()},
+        "expert_count": config.n_routed_experts,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": rotated,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "leading_dense_block_count": 1,
+        "expert_gating_func": gating,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": gating == 2,
+    }
+    return {name: value for name, value in keys.items() if value is not None}
 
 
 def latent(config: Any, parameter: str, numbers: Tensor) -> Written | None:
@@ -438,6 +468,18 @@ GEMMA4 = HEADS | {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 90000.0},
     },
 }
+LATENT = theta(9000.0) | {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.8,
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    **dict.fromkeys(("qk_rope_head_dim", "head_dim"), 32),
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 96,
+}
 DELTA_NET = HEADS | {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -536,6 +578,26 @@ CASES: dict[str, Case] = {
     ),
     "smollm3": Case("smollm3", theta(5e6) | {"num_hidden_layers": 5, "tie_word_embeddings": True}, rotates, permuted),
     "olmo2": Case("olmo2", theta(5e5)),
+    "olmo2-olmo3": Case(
+        "olmo3",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "full_attention": {
+                    "rope_theta": 5e5,
+                    **YARN,
+                    "attention_factor": 1.2,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                },
+            }
+        }
+        | {"sliding_window": 8, "num_hidden_layers": 4},
+        lambda config: (
+            pattern(config)
+            | {"attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types]}
+        ),
+    ),
     "glm4": Case(
         "glm4",
         HEADS | theta(9000.0, partial_rotary_factor=0.5) | {"attention_bias": True},
@@ -624,30 +686,21 @@ CASES: dict[str, Case] = {
         },
         sigmoid,
     ),
-    "deepseek2": Case(
+    "deepseek2": Case("glm4_moe_lite", LATENT | {"q_lora_rank": 64}, lambda config: latent_keys(config, 2), latent),
+    # YaRN, and groups of experts
+    "deepseek2-yarn": Case(
         "glm4_moe_lite",
-        theta(9000.0)
-        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4}
-        | {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 40},
-        lambda config: {
-            "expert_count": 8,
-            "attention.head_count_kv": 1,
-            "attention.q_lora_rank": 48,
-            "attention.kv_lora_rank": 32,
-            "attention.key_length": 48,
-            "attention.value_length": 32,
-            "attention.key_length_mla": 40,
-            "attention.value_length_mla": 40,
-            "rope.dimension_count": 16,
-            "expert_feed_forward_length": 32,
-            "expert_shared_count": 1,
-            "leading_dense_block_count": 1,
-            "expert_gating_func": 2,
-            "expert_weights_scale": 1.8,
-            "expert_weights_norm": True,
-        },
+        LATENT
+        | {"q_lora_rank": 64, "n_group": 4, "topk_group": 2}
+        | theta(9000.0, **YARN, mscale=0.7, mscale_all_dim=0.7),
+        lambda config: latent_keys(config, 2) | {"rope.scaling.yarn_log_multiplier": 0.07},
         latent,
-        in_blocks=False,
+    ),
+    # the matrices of keys and values in one tensor, in an older file
+    "deepseek2-joint": Case(
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
+        lambda config: latent_keys(config, 1, is_joint=True),
     ),
     "qwen35": Case("qwen3_5_text", DELTA_NET, delta_net_keys, delta_net, rounded=("A_log",)),
     "qwen35moe": Case(
@@ -663,7 +716,7 @@ CASES: dict[str, Case] = {
         ),
         rounded=("A_log",),
     ),
-    "gemma4": Case("gemma4_text", GEMMA4, gemma4_keys, gemma4, tensors=proportional, in_blocks=False),
+    "gemma4": Case("gemma4_text", GEMMA4, gemma4_keys, gemma4, tensors=proportional),
     "gemma4-experts": Case(
         "gemma4_text",
         GEMMA4
@@ -672,7 +725,6 @@ CASES: dict[str, Case] = {
         gemma4_keys,
         gemma4,
         tensors=proportional,
-        in_blocks=False,
     ),
     "gemma4-small": Case(
         "gemma4_text",
@@ -682,7 +734,6 @@ CASES: dict[str, Case] = {
         gemma4_keys,
         gemma4,
         tensors=proportional,
-        in_blocks=False,
     ),
     "granitehybrid": Case(
         "granitemoehybrid",
@@ -694,7 +745,6 @@ CASES: dict[str, Case] = {
         mamba_keys,
         mamba,
         rounded=("A_log",),
-        in_blocks=False,
     ),
     "granitehybrid-dense": Case(
         "granitemoehybrid",

@@ -26,6 +26,7 @@ HALVES = dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)) | {
 }
 # where scales are bytes: how many, at the beginning of a block, and their usual range
 SCALE_BYTES = {"MXFP4": (1, 117, 125), "NVFP4": (4, 1, 10)}
+TEMPLATE = "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>{% endfor %}<start>assistant\n"
 TOKENS = 260  # 256 bytes and four more
 SHAPE: dict[str, Any] = {
     "vocab_size": TOKENS,
@@ -58,7 +59,7 @@ def part_of(block: BlockFormat, raw: Any, inputs: int, library: Any) -> BlockPar
     return BlockPart(block, (len(raw), inputs), lambda first, last: raw[first:last], library)
 
 
-def dequantised(block: BlockFormat, raw: Any) -> Tensor:
+def dequantized(block: BlockFormat, raw: Any) -> Tensor:
     """The numbers of these blocks according to the gguf package, float32."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
@@ -130,6 +131,14 @@ def write_model(
     return model
 
 
+def write_chat_model(path: Path, **shape: Any) -> str:
+    """Writes a tiny random model with a chat template; returns its path."""
+    tokenizer = byte_level("smollm", {"<start>": 3, "<end>": 3}, bos="<start>", eos="<end>")
+    vocabulary = {"vocab_size": 260, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    write_model(path, tokenizer=tokenizer, more=lambda w: w.add_chat_template(TEMPLATE), **vocabulary, **shape)
+    return str(path)
+
+
 def _add(writer: Any, name: str, numbers: Any, kind: str) -> Tensor:
     """Writes a tensor, and returns its numbers."""
     import gguf
@@ -144,7 +153,7 @@ def _add(writer: Any, name: str, numbers: Any, kind: str) -> Tensor:
     except NotImplementedError:
         if kind in BY_NAME:
             seed = len(name)
-            size = dequantised(BY_NAME[kind], random_blocks(BY_NAME[kind], *numbers.shape, seed)).std()
+            size = dequantized(BY_NAME[kind], random_blocks(BY_NAME[kind], *numbers.shape, seed)).std()
             raw = random_blocks(BY_NAME[kind], *numbers.shape, seed, scale=0.01 * 0.03 / float(size))
         else:
             num_values, num_bytes = gguf.GGML_QUANT_SIZES[number]

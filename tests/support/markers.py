@@ -22,13 +22,21 @@ STRENGTHS = {"each_value": 1, "pairwise": 2}
 
 def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
     """`cases` for `parametrize`, marked slow unless they are among `fast`; a tuple has one value per argument."""
+    return _marked(cases, fast, pytest.mark.slow)
+
+
+def mostly_exhaustive(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Likewise, but only an exhaustive run has the others."""
+    return _marked(cases, kept, pytest.mark.exhaustive)
+
+
+def _marked(cases: Iterable[Any], unmarked: Sequence[Any], mark: pytest.MarkDecorator) -> list[Any]:
     chosen = list(cases)
-    assert all(case in chosen for case in fast), f"{fast} are not all in {chosen}"
-    return [case if case in fast else _slow(case) for case in chosen]
-
-
-def _slow(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+    assert all(case in chosen for case in unmarked), f"{unmarked} are not all in {chosen}"
+    return [
+        case if case in unmarked else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case in chosen
+    ]
 
 
 def needs_transformers(version: str, what: str) -> pytest.MarkDecorator:

@@ -31,7 +31,19 @@ SHAPE: dict[str, Any] = {
 FULL = {"layer_types": ["full_attention"] * 2}
 SHARED = {"shared_expert_intermediate_size": 64}
 GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.8}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "head_dim": 32,
+    "v_head_dim": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": SHARED,
     "qwen3_moe": {"norm_topk_prob": True},
@@ -43,14 +55,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_layer_start_index": 0, "moe_num_shared_experts": 1},
     "glm4_moe": GLM | {"first_k_dense_replace": 0},
+    "glm4_moe-groups": GLM | GROUPS | {"first_k_dense_replace": 0},
     "glm4_moe_lite": GLM | LATENT | {"mlp_layer_types": ["sparse"] * 2},
+    "deepseek_v2": GLM | LATENT | {"q_lora_rank": None},
+    "deepseek_v2-groups": GLM | LATENT | GROUPS | {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": GLM | LATENT | GROUPS,
     "lfm2_moe": FULL | {"num_dense_layers": 0, "use_expert_bias": True},
 }
 
 
 def mixture(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A tiny random model of a family, whose routers clearly prefer some experts."""
-    config = AutoConfig.for_model(family, **(SHAPE | FAMILIES[family] | changes))
+    config = AutoConfig.for_model(family.partition("-")[0], **(SHAPE | FAMILIES[family] | changes))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -72,13 +88,13 @@ PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
 
 def assert_drafts_change_no_text(source: str, **options: Any) -> None:
     """Texts with drafts equal plain ones, alone and in a batch; `suffix` knows the texts of the batch already."""
-    params = [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0.0, 0.9)]
+    params = [SamplingParams(max_tokens=30, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
     texts = []
-    for drafter in ("none", "ngram", "suffix"):
-        given = {"drafter": drafter, "num_draft_tokens": 5, "max_batch_size": 4}
-        with SpeculativeDecoder(source, **given, **options) as decoder:
-            alone = [decoder.generate(prompt, each) for each in params for prompt in PROMPTS]
-            together = decoder.generate([*PROMPTS, *PROMPTS], [params[0]] * 3 + [params[1]] * 3)
-        texts += [[result.token_ids for result in alone], [result.token_ids for result in together]]
+    with SpeculativeDecoder(source, drafter="none", max_batch_size=4, **options) as plain:
+        for drafter in ("none", "ngram", "suffix"):
+            decoder = plain if drafter == "none" else plain.using(drafter, num_draft_tokens=5)
+            alone = [decoder.generate(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+            together = decoder.generate(PROMPTS, params)
+            texts += [[result.token_ids for result in alone], [result.token_ids for result in together]]
     assert all(other == texts[0] for other in texts[1:])
-    assert sum(result.stats.num_accepted_tokens for result in together) > 20
+    assert sum(result.stats.num_accepted_tokens for result in together) > 10

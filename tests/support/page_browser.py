@@ -1,28 +1,38 @@
-"""The server's page in a browser: playwright and Debian's Chromium. Tests skip where they are absent."""
+"""Pages in a browser: playwright and Debian's Chromium. Tests skip where they are absent."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import PATIENCE
-
 CHROMIUM = Path("/usr/bin/chromium")
 OPTIONS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 OPTIONS += "--disable-component-update --disable-sync"
+PATIENCE = 60_000  # milliseconds after which a browser that does not answer fails a test
 browsers = pytest.mark.skipif(
     not (CHROMIUM.exists() and importlib.util.find_spec("playwright")),
     reason=f"needs playwright and {CHROMIUM}: pip install playwright; apt-get install chromium",
 )
 
 
+@contextmanager
+def running_browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=str(CHROMIUM), args=OPTIONS.split(), timeout=PATIENCE)
+        yield chromium
+        chromium.close()
+
+
 class Opened:
-    """Pages of a server. Errors of scripts and refusals of the browser fail the test."""
+    """Pages of a browser. Errors of scripts and refusals of the browser fail the test."""
 
     def __init__(self, browser: Any) -> None:
         self.browser, self.problems, self._contexts = browser, [], []
@@ -31,7 +41,7 @@ class Opened:
         options = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | context
         self._contexts.append(self.browser.new_context(**options))
         page = self._contexts[-1].new_page()
-        page.set_default_timeout(1000 * PATIENCE)
+        page.set_default_timeout(PATIENCE)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("console", lambda message: self.problems.append(message.text) if "Policy" in message.text else None)
         prepare(page)

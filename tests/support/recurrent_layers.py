@@ -30,7 +30,7 @@ def make_recurrence(kind: str, dtype: torch.dtype, size: int = 16) -> Recurrence
         2 * size,
         *(0, keys, 2 * keys),
         corrects=corrects,
-        normalised=corrects,
+        normalized=corrects,
         rate=-random(4).abs(),
         shift=random(4),
         skip=None if corrects else random(4),

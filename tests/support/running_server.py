@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +21,10 @@ from slipstream import SpeculativeDecoder
 from slipstream.apps.server.launch import Server
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.service import ModelSource
 from tests.support.processes import PATIENCE
 
+NO_MODELS: dict[str, dict[str, Any]] = {}
 # the schema of a tool's arguments, or of an answer
 ARGUMENTS = {
     "type": "object",
@@ -53,8 +55,13 @@ class RunningServer:
     http: httpx.Client
 
     @property
+    def models(self) -> Any:
+        return self.server.models
+
+    @property
     def service(self) -> Any:
-        return self.server.service
+        """The first model's."""
+        return self.models.services[0]
 
     def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
         client = httpx.Client(trust_env=False)
@@ -118,12 +125,20 @@ class PromptServer(Server):
 
 
 @contextmanager
-def running_server(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any) -> Iterator[RunningServer]:
-    """A server of the toy, or of the decoder that `load` returns; it is shut down at the end."""
+def running_server(
+    load: Callable[[], SpeculativeDecoder] = toy,
+    *,
+    several: Mapping[str, Mapping[str, Any]] = NO_MODELS,
+    **settings: Any,
+) -> Iterator[RunningServer]:
+    """A server of the toy, or of the decoder that `load` returns; it is shut down at the end.
+
+    several: the models of a server of several by their names: fields of their `ModelSource` and of their settings.
+    """
     ready = threading.Event()
-    server = PromptServer(
-        ServerSettings(**{"port": 0, "max_model_len": 4096} | settings), load, lambda server: ready.set()
-    )
+    shared = ServerSettings(**{"port": 0, "max_model_len": 4096} | settings)
+    sources = [_source(shared, name, **fields) for name, fields in several.items()] or [ModelSource(load, shared)]
+    server = PromptServer(shared, sources, lambda server: ready.set())
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -138,8 +153,18 @@ def running_server(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any
         server.should_exit = server.force_exit = True
         thread.join(PATIENCE)
         assert not thread.is_alive()
-        if server.service is not None:  # as the command does after a second signal
-            server.service.close(0.0)
+        if server.models is not None:  # as the command does after a second signal
+            server.models.close(0.0)
+
+
+def _source(
+    shared: ServerSettings,
+    name: str,
+    load: Callable[[], SpeculativeDecoder] = toy,
+    fetch: Callable[[], int | None] = lambda: 0,
+    **settings: Any,
+) -> ModelSource:
+    return ModelSource(load, replace(shared, served_model_name=(name,), **settings), fetch)
 
 
 class Gate:

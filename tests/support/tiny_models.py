@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -23,7 +22,6 @@ from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_slow
 
 SPECIALS = ("<pad>", "<eos>", "<unk>")
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?"
@@ -69,7 +67,6 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "phi3": lambda: transformers.Phi3Config(**_SHAPE),
     "olmo2": lambda: transformers.Olmo2Config(**_SHAPE),
 }
-over_architectures = pytest.mark.parametrize("name", mostly_slow(ARCHITECTURES, "llama"))
 
 
 def fresh(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -10,9 +10,11 @@ from typing import Any
 
 from slipstream import SamplingParams, SpeculativeDecoder, Stats
 from slipstream.bench.arms import parse_arms
+from slipstream.bench.length_series import references, summarize_over
 from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Run, append, make_header, start
+from slipstream.bench.summary import ArmSummary
 from slipstream.bench.tuning.search import Budget
 from slipstream.config import DecoderConfig
 from slipstream.text.prompt_sets import NamedPrompt
@@ -21,10 +23,14 @@ NASTY = '<script>alert("x")</script> & $x^2$'  # a family name that must be esca
 PROMPTS = (
     NamedPrompt("The heron looked at", "chat"),
     NamedPrompt("A sparrow called out", "chat"),
+    NamedPrompt("The wind was", "chat"),
+    NamedPrompt("A fish, a", "chat"),
     NamedPrompt("The river does not", NASTY),
     NamedPrompt("So the heron ate <b>fish</b>", NASTY),
+    NamedPrompt("It was", NASTY),
+    NamedPrompt("Then", NASTY),
 )
-ARMS = "none,ngram@2,model@1,model@3,model@3/topk:2"
+ARMS = "none,ngram@2,model@1,model@2,model@3,model@3/topk:2"
 
 
 def make(folder: Path, arms: str = ARMS, batches: Sequence[int] = (1, 2), repeats: int = 2) -> Path:
@@ -76,3 +82,8 @@ def ticking(seconds: float, tick: float = 0.004) -> Budget:
     """A budget whose clock advances by `tick` seconds whenever it is read."""
     ticks = count()
     return Budget(seconds, lambda: tick * next(ticks))
+
+
+def summarized(runs: Sequence[Run], default: str) -> list[ArmSummary]:
+    """The summary of each arm relative to its own reference."""
+    return summarize_over(runs, references(list(dict.fromkeys(run.arm for run in runs)), default))

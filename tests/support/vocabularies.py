@@ -31,17 +31,17 @@ TEXT = [
 SPECIALS = ("<|end|>", "<|user|>", "<|model|>")
 CHAT = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}<|model|>"
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
-KINDS = ("bytes", "digits", "normalised", "sentencepiece", "prefixed", "metaspace")
+KINDS = ("bytes", "digits", "normalized", "sentencepiece", "prefixed", "metaspace")
 
 
-def _byte_level(size: int, *, digits: bool = False, normaliser: Any = None) -> Tokenizer:
+def _byte_level(size: int, *, digits: bool = False, normalizer: Any = None) -> Tokenizer:
     """A tokenizer like GPT-2's. digits: each digit is a token; otherwise digits are merged as in the training text."""
     inner = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.pre_tokenizer = pre_tokenizers.Sequence([DIGITS, level]) if digits else level
     inner.decoder = decoders.ByteLevel()
-    if normaliser is not None:
-        inner.normalizer = normaliser
+    if normalizer is not None:
+        inner.normalizer = normalizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     inner.train_from_iterator(
         TEXT,
@@ -95,8 +95,8 @@ def tokenizer(kind: str, size: int = 420) -> Any:
         inner = _byte_level(size)
     elif kind == "digits":
         inner = _byte_level(size + 60, digits=True)
-    elif kind == "normalised":
-        inner = _byte_level(size, normaliser=normalizers.NFC())
+    elif kind == "normalized":
+        inner = _byte_level(size, normalizer=normalizers.NFC())
     else:
         inner = _sentencepiece(size, prefixed=kind == "prefixed", metaspace=kind == "metaspace")
     hf_tokenizer = transformers.PreTrainedTokenizerFast(

@@ -104,7 +104,7 @@ def dropped_if_unlikely(q: Distribution) -> list[tuple[Context, float]]:
     return shortened
 
 
-def tree_without_renormalising(p: Distribution, q: Distribution) -> float:
+def tree_without_renormalizing(p: Distribution, q: Distribution) -> float:
     """The error of two candidates drawn without replacement, the second tested with the distribution of the first."""
     distribution, first_q = np.zeros(VOCAB), q(())
     for first in range(VOCAB):
@@ -172,7 +172,7 @@ WRONG: dict[str, Callable[[int], float]] = {
     "greedy that accepts with softmax p / q": _error_of_greedy,
     "bonus token drawn from raw logits": partial(_error_at_half_temperature, bonus_from_raw_logits),
     "sampling options applied twice": partial(_error_at_half_temperature, options_twice),
-    "tree draws without replacement, un-renormalised q": lambda seed: tree_without_renormalising(*_distributions(seed)),
+    "tree draws without replacement, un-renormalized q": lambda seed: tree_without_renormalizing(*_distributions(seed)),
 }
 
 

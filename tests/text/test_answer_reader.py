@@ -30,7 +30,7 @@ def tokenizer(thought: str, example: str, signs: tuple[str, ...]) -> HFTokenizer
 def test_an_answer_fed_by_tokens_is_that_of_its_text(name: str) -> None:
     form = next(form for form in CALLS if form.name == name)
     thought = THOUGHTS[0] if name == "channels" else THOUGHTS[2] if "Cohere" in name else THOUGHTS[-1]
-    ours = tokenizer(f"{thought.opening}{thought.closing}", form.example, form.signs)
+    ours = tokenizer(f"{thought.opening}{thought.closing}", form.example, form.template_marks)
     assert ours.answer_form().calls == form and ours.answer_form().thought == thought
     text = f"{thought.opening}hm{thought.closing}\n\n{form.example}"
     reader = AnswerReader(ours, ours.bare("a:"), TOOLS)

@@ -101,10 +101,10 @@ def test_content_parts_are_read_as_their_text(decoder: SpeculativeDecoder) -> No
     [
         (
             [{"type": "image_url", "image_url": {"url": "x"}}],
-            "^message 0 has a part of type 'image_url'; allowed: 'text'$",
+            "^message 0, part 0 is an image, but model .* sees none: it reads text only; allowed: text parts$",
         ),
         ([{"type": "text"}], "^message 0 has a part without a text; allowed: "),
-        (["hello"], "^message 0 has a part of type 'str'; allowed: 'text'$"),
+        (["hello"], "^message 0 has a part of type 'str'; allowed: 'text', 'image' or 'image_url'$"),
         (5, "^message 0 has the content 5; allowed: a text, or a list of text parts$"),
     ],
 )

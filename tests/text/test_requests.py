@@ -81,7 +81,7 @@ def test_several_prompts_are_read_in_every_form(form: str) -> None:
         ),
         (
             [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": "image", "url": "x"}]}],
-            "^message 0 has a part of type 'image'; allowed: 'text'",
+            "^message 0, part 1 is an image, but model .* sees none: it reads text only; allowed: text parts",
         ),
         ([{"role": "user", "content": "hi"}, {"content": "x"}], "^message 1 has the role None; allowed: a name"),
         ([{"role": 5, "content": "hi"}], "^message 0 has the role 5; allowed: a name"),
@@ -190,7 +190,7 @@ def test_a_result_is_json_ready() -> None:
         [{"role": "user", "content": [{"type": "text", "text": "x" * 30_000}] * 2}],
     ],
 )
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     prompt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode, lengths = HFTokenizer._ids, list[int]()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from slipstream import Result, Round, Stats
+from slipstream import Result, Round, SlipstreamError, Stats
 from slipstream.core.rounds import Seconds, TokenLogprobs
 
 
@@ -54,6 +56,31 @@ def test_counts_per_position_grow_with_a_longer_draft_that_comes_later() -> None
     stats = Stats.of([make_round(1, 1, 2, rejected=False), make_round(3, 1, 2, rejected=True, step=1)])
     assert stats.drafted_per_position == [2, 1, 1]
     assert stats.accepted_per_position == [2, 0, 0]
+
+
+def test_rounds_are_counted_by_the_tokens_they_accepted() -> None:
+    stats = Stats.of(ROUNDS)  # the plain round is not counted, as it drafted nothing
+    assert stats.accepted_lengths == [1, 0, 2, 0, 1]
+    assert sum(n * count for n, count in enumerate(stats.accepted_lengths)) == stats.num_accepted_tokens
+
+
+def test_statistics_add_up() -> None:
+    parts = [Stats.of(ROUNDS[:2]), Stats.of(ROUNDS[2:]), Stats()]
+    assert parts[0] + parts[1] == sum(parts) == Stats.of(ROUNDS)
+    lossy = replace(parts[0], lossless=False, accepted_prediction_tokens=3)
+    assert not (parts[1] + lossy).lossless and (lossy + parts[1]).accepted_prediction_tokens == 3
+    assert (parts[0] + parts[1]).accepted_prediction_tokens is None
+    with pytest.raises(TypeError):
+        parts[0] + 1  # type: ignore[operator]
+
+
+def test_statistics_become_a_row_of_pandas_if_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = Stats.of(ROUNDS)
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    assert stats.to_dataframe() == [stats.to_dict()]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(SlipstreamError, match="to_dataframe needs pandas; run: pip install pandas"):
+        stats.to_dataframe()
 
 
 def test_the_time_of_a_step_is_counted_once_for_all_its_rows() -> None:

@@ -33,7 +33,7 @@ def test_running_counts_end_at_the_statistics(result: Result) -> None:
             assert len(view.pieces) == view.num_draft_tokens + 1 and kinds[-1] == "recovered"
 
 
-def test_lines_are_readable_without_colour(result: Result) -> None:
+def test_lines_are_readable_without_color(result: Result) -> None:
     plain = result.debug().plain.splitlines()
     assert plain[0] == legend().plain and "-rejected-" in plain[0]
     assert len(plain) == 1 + result.stats.num_rounds

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 from slipstream import Constraint, Result, SamplingParams, SpeculativeDecoder, Stats
+from slipstream.text.results import statistics_line
 from slipstream.text.round_view import legend
 
 PARAMS = SamplingParams(max_tokens=60)
@@ -66,18 +69,18 @@ def test_chunks_print_as_their_texts_and_the_last_has_the_finish_reason(
     assert repr(last) == f"Chunk({last.text!r}, {len(last.token_ids)} token{plural}, {num_accepted} accepted, length)"
 
 
-def test_repr_of_rounds_has_colours_only_in_a_terminal(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repr_of_rounds_has_colors_only_in_a_terminal(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = result.debug()
-    assert repr(rounds) == str(rounds) == rounds.plain, "no terminal: no colours"
+    assert repr(rounds) == str(rounds) == rounds.plain, "no terminal: no colors"
     assert isinstance(rounds, Text) and len(repr(rounds).splitlines()) == 1 + result.stats.num_rounds
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[32maccepted" in repr(rounds) and Text.from_ansi(repr(rounds)).plain == rounds.plain
-    assert str(rounds) == rounds.plain, "what goes to a file has no colours"
+    assert str(rounds) == rounds.plain, "what goes to a file has no colors"
 
 
-def test_a_notebook_shows_the_rounds_in_colours(result: Result) -> None:
+def test_a_notebook_shows_the_rounds_in_colors(result: Result) -> None:
     pytest.importorskip("IPython")
     shown = result.debug()._repr_mimebundle_([], [])
     assert "<span" in shown["text/html"] and "round accepted/drafted" in shown["text/plain"]
@@ -101,3 +104,33 @@ def test_log_probabilities_name_their_tokens() -> None:
     for entry in result.logprobs:
         assert entry.top_tokens[0] == entry.token and len(entry.top_tokens) == 2
     assert result.to_dict()["logprobs"][0]["token"] == result.text[0]
+
+
+def test_the_estimated_speed_up_is_what_the_planners_costs_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = SpeculativeDecoder("toy", "toy:2")
+    costs = decoder._engine.policy.costs  # type: ignore[attr-defined]
+    monkeypatch.setattr(costs, "learn", lambda rows, read=0: None)  # so that they stay what they are
+    stats = (result := decoder.generate("The heron and the sparrow. The heron", PARAMS)).stats
+    rounds = [round for round in result.rounds if round.seconds.verify]
+    plain = spent = 0.0
+    for round in rounds:
+        parts = round.seconds
+        others = parts.total - parts.prefill - parts.draft - parts.verify
+        forward = parts.verify * costs.verify(1, 0) / costs.verify(1, len(round.draft))
+        plain += len(round.tokens) * (others + forward)
+        spent += parts.total - parts.prefill
+    assert stats.num_draft_tokens and len(rounds) > 3
+    assert stats.estimated_speed_up == pytest.approx(plain / spent)
+    assert f", about {plain / spent:.1f}x plain decoding" in statistics_line(stats, "hybrid")
+    assert stats.to_dict()["estimated_speed_up"] == stats.estimated_speed_up
+    alone = decoder.generate(["The heron", "A sparrow and a stone"], PARAMS)
+    together = Stats.of(round for other in alone for round in other.rounds)
+    assert together.estimated_speed_up == pytest.approx(
+        sum(other.stats.plain_seconds for other in alone) / 2 / together.compared_seconds, rel=0.2
+    )
+
+
+@pytest.mark.parametrize("settings", [{"drafter": "none"}, {"num_draft_tokens": 4}, {"reproducible": False}])
+def test_without_measured_costs_nothing_is_estimated(settings: dict[str, Any]) -> None:
+    stats = SpeculativeDecoder("toy", **settings).generate("The heron. The heron", PARAMS).stats
+    assert stats.estimated_speed_up is None and "plain decoding" not in statistics_line(stats, "x")

@@ -29,7 +29,7 @@ def controls(text: str) -> set[str]:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both streams are terminals without colours."""
+    """Both streams are terminals without colors."""
     for console in (consoles.out, consoles.err):
         monkeypatch.setattr(console, "_force_terminal", True)
         monkeypatch.setattr(console, "no_color", True)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 
+from slipstream.text.detokenizer import TextStream
 from slipstream.tokenization.answer_forms import CALLS, HERMES, THOUGHTS, AnswerForm
 from slipstream.tokenization.answer_parser import AnswerParser, AnswerPiece
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support.markers import subcases
+from tests.support.tiny_models import byte_tokenizer
 
 NUMBER, TEXT = {"type": "integer"}, {"type": "string"}
 PROPERTIES = {"first": NUMBER, "second": NUMBER, "text": TEXT, "flag": {"type": ["boolean", "null"]}, "list": {}}
@@ -29,10 +33,23 @@ ONE = '{"name": "probe_one", "arguments": {"first": 1}}'
 READ = ("call", "probe_one", '{"first": 1}')
 
 
-def pieces(form: AnswerForm, text: str, step: int = 0, **options: Any) -> list[AnswerPiece]:
-    """The pieces of an answer that comes in steps of so many characters, or whole."""
+@cache
+def byte_reader() -> HFTokenizer:
+    """Of tokens that are bytes, and marks."""
+    inner = byte_tokenizer(None)
+    inner.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>", "<|channel|>", "[THINK]"])
+    return HFTokenizer(inner)
+
+
+def pieces(form: AnswerForm, text: str, step: int | str = 0, **options: Any) -> list[AnswerPiece]:
+    """The pieces of an answer that comes in steps of so many characters, by tokens, or whole."""
     parser = AnswerParser(form, options.pop("tools", TOOLS), **options)
-    parts = [text[i : i + step] for i in range(0, len(text), step)] if step else [text]
+    parts = [text]
+    if step == "tokens":
+        stream, reader = TextStream(byte_reader().decode_marked), byte_reader()
+        parts = [*map(stream.push, reader.bare(text)), stream.flush()]
+    elif isinstance(step, int) and step:
+        parts = [text[i : i + step] for i in range(0, len(text), step)]
     found = [piece for part in parts for piece in parser.feed(part)] + parser.end()
     assert "".join(piece.source for piece in found) == text
     return found
@@ -53,7 +70,7 @@ def joined(parts: Sequence[AnswerPiece]) -> list[tuple[str, ...]]:
 def read(form: AnswerForm, text: str, **options: Any) -> list[tuple[str, ...]]:
     """An answer's parts, the same however it comes."""
     whole = joined(pieces(form, text, **options))
-    for step in (1, 2, 5):
+    for step in (1, 2, 5, "tokens"):
         assert joined(pieces(form, text, step, **options)) == whole
     return whole
 
@@ -66,7 +83,7 @@ def test_every_form_is_read_after_a_thought_and_between_texts(name: str) -> None
     assert read(form, example) == [EXAMPLE]
     assert read(form, f"{thought}\n\n{example}") == [("thought", "hm"), EXAMPLE]
     assert read(form, f"hm {form.thought.closing}{example}", in_thought=True) == [("thought", "hm"), EXAMPLE]
-    if name != "JSON behind a tag":  # JSON alone is a call only where an answer begins
+    if name != "JSON after a tag":  # JSON alone is a call only where an answer begins
         assert read(form, f"so {example}\n{example}\nlo") == [("text", "so"), EXAMPLE, EXAMPLE, ("text", "\nlo")]
     assert read(form, example, tools=[])[0][0] == "text"
 
@@ -137,6 +154,15 @@ def test_a_call_ends_a_thought_unless_the_thought_goes_on() -> None:
         (f"```json\n{ONE}\n```\n", [READ]),
         (f"<think>hm</think>{ONE}", [("thought", "hm"), READ]),
         (f"{ONE}; {ONE}", [READ, READ]),
+        (f"{{{ONE}}}", [READ]),
+        (f"{{{ONE}\n}}\n{ONE}", [READ, READ]),
+        (f"```json\n{{{ONE}}}\n```", [READ]),
+        (f"<tool_call>\n{{{ONE}}}\n</tool_call>", [READ]),
+        (f"<tool_call>{{{ONE}</tool_call>ok", [READ, ("text", "ok")]),
+        *((text, [("text", text)]) for text in ("{{ name }}", f"{{{{{ONE}}}}}", f"{{{ONE[:-1]}", "{{")),
+        (f"```json\n{ONE}\n{ONE}\n```", [READ, READ]),
+        (f"```json\n{ONE},\n{ONE}\n```\n\n```\n{ONE}\n```\n", [READ, READ, READ]),
+        *((text, [("text", text)]) for text in (f"```json\n{ONE}\n{{}}\n```", f"```json\n{ONE}\n```\n```json\n{{}}")),
         (f"[{ONE}]", [READ]),
         ('{"type": "function", "function": ' + ONE + "}", [READ]),
         (ONE.replace("arguments", "parameters"), [READ]),
@@ -205,7 +231,22 @@ def broken_answer(draw: random.Random, form: AnswerForm) -> str:
     """Marks, examples cut anywhere and other text, at random."""
     assert form.thought is not None
     parts = [form.thought.opening, form.thought.closing, form.calls.example, ONE, "```json\n", "```", " ", "\n", "so"]
-    parts += ['{"name": "', '"', "{", "}", "]", "<", "é\N{GRINNING FACE}", "\\", "\\u12", ":", "1e", "probe_one", "[f("]
+    parts += [
+        '{"name": "',
+        '"',
+        "{",
+        "{{",
+        "}",
+        "]",
+        "<",
+        "é\N{GRINNING FACE}",
+        "\\",
+        "\\u12",
+        ":",
+        "1e",
+        "probe_one",
+        "[f(",
+    ]
     text = ""
     for _ in range(draw.randrange(1, 9)):
         part = draw.choice(parts)
@@ -223,8 +264,8 @@ def test_no_broken_answer_raises_or_loses_a_character(count: int) -> None:
         form = forms[number % len(forms)]
         text, in_thought = broken_answer(draw, form), draw.random() < 0.3
         whole = joined(pieces(form, text, in_thought=in_thought))
-        step = draw.randrange(1, 7)
-        assert joined(pieces(form, text, step, in_thought=in_thought)) == whole, (form.calls.name, text, step)
+        for step in (1, draw.randrange(2, 7), "tokens"):
+            assert joined(pieces(form, text, step, in_thought=in_thought)) == whole, (form.calls.name, text, step)
         lost = text
         for piece in pieces(form, text, in_thought=in_thought):
             if piece.call is None and piece.text.strip():  # what is shown is in the source, in order

@@ -83,8 +83,8 @@ def test_ids_that_only_pad_the_head_stand_for_nothing() -> None:
     assert len(smaller.texts) == 300 and max(smaller.ids.values()) < 300
 
 
-def test_a_normaliser_changes_only_text_that_is_not_normal() -> None:
-    vocabulary = of("normalised")
+def test_a_normalizer_changes_only_text_that_is_not_normal() -> None:
+    vocabulary = of("normalized")
     assert b"".join(piece or b"" for piece in pieces(vocabulary, "cafe\u0301")) == "caf\u00e9".encode()
     assert b"".join(piece or b"" for piece in pieces(vocabulary, "caf\u00e9")) == "caf\u00e9".encode()
 

@@ -44,6 +44,8 @@ def check_same(folder: Path) -> None:
         assert getattr(inner, name) == getattr(wrapper, name)
     assert [own.bytes_of(token) for token in range(len(inner))] == [reference.bytes_of(t) for t in range(len(inner))]
     assert own.byte_tokens().texts == reference.byte_tokens().texts
+    assert own.special_tokens() == reference.special_tokens() != {}
+    assert own.answer_form() == reference.answer_form() and own.call_text() == reference.call_text()
     assert own.has_chat_template == reference.has_chat_template
     if own.has_chat_template:
         assert own.template_variables() == reference.template_variables()

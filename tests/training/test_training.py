@@ -25,15 +25,17 @@ from slipstream.training.texts import MadeText, TextMaker, make_texts, read_sour
 from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, unrolled_attention
 from slipstream.training.training_run import STATE, State
 from tests.support.head_cases import Written, transcribed
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.tiny_models import LETTERS, fresh, prompts, tokenizer
 from tests.support.training_cases import decoder, job, small, target, train
+
+SHORT = {"num_steps": 16, "num_tokens": 1000}
 
 
 @pytest.fixture(scope="module")
 def shortly_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("short")
-    train(folder, num_steps=16)
+    train(folder, **SHORT)
     return folder
 
 
@@ -234,7 +236,7 @@ def test_a_nan_loss_keeps_the_last_state(tmp_path: Path, monkeypatch: pytest.Mon
     calls: list[None] = []
     monkeypatch.setattr(TrainableHead, "loss", broken)
     with pytest.raises(SlipstreamError, match=r"the loss is nan at step \d+; .*training.pt holds step (\d+)$"):
-        train(tmp_path)
+        train(tmp_path, num_tokens=1000)
     monkeypatch.setattr(TrainableHead, "loss", loss)
     state = State.read(tmp_path)
     assert state is not None and 0 < state.step < 40
@@ -257,8 +259,8 @@ def test_a_resumed_training_on_prompts_keeps_its_texts(tmp_path: Path, monkeypat
         if name == "interrupted":
             monkeypatch.setattr(TrainableHead, "loss", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                train(tmp_path / name, prompts=tmp_path / "mine.txt", num_steps=16)
-        result = train(tmp_path / name, prompts=tmp_path / "mine.txt", num_steps=16)
+                train(tmp_path / name, prompts=tmp_path / "mine.txt", **SHORT)
+        result = train(tmp_path / name, prompts=tmp_path / "mine.txt", **SHORT)
         learned, held = split(read_texts(tmp_path / name), training_job.HELD_TOKENS)
         assert len(learned) + len(held) < result["texts"]
         heads.append((tmp_path / name / "model.safetensors").read_bytes())
@@ -281,9 +283,9 @@ def test_a_full_disk_keeps_the_last_state_and_the_training_can_continue(
 
     monkeypatch.setattr(module, "replaced", full)
     with pytest.raises(SlipstreamError, match=r"no space left on device; .*training.pt holds step \d+$"):
-        train(tmp_path, num_steps=16)
+        train(tmp_path, **SHORT)
     monkeypatch.setattr(module, "replaced", replaced)
-    train(tmp_path, num_steps=16)
+    train(tmp_path, **SHORT)
     assert (tmp_path / "model.safetensors").read_bytes() == (shortly_trained / "model.safetensors").read_bytes()
 
 
@@ -304,8 +306,8 @@ def test_too_little_time_for_a_step_is_refused_and_more_time_continues(
 ) -> None:
     monkeypatch.setattr(training_run, "monotonic", Clock(100.0))
     with pytest.raises(UsageError, match=r"--hours 0.1 ended before the first training step; allowed: more"):
-        train(tmp_path, hours=0.1, num_steps=4)
-    assert train(tmp_path, hours=100, num_steps=4)["steps"] == 4
+        train(tmp_path, hours=0.1, num_steps=4, num_tokens=1000)
+    assert train(tmp_path, hours=100, num_steps=4, num_tokens=1000)["steps"] == 4
 
 
 @pytest.mark.slow
@@ -325,6 +327,7 @@ def test_more_time_continues_a_training_with_more_texts_and_steps(
     monkeypatch.setattr(TrainableHead, "loss", slow_loss)
     monkeypatch.setattr(texts, "append", slow_append)
     monkeypatch.setattr(training_job, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(training_job, "PASSES", 4)
     for module in (texts, training_job, training_run):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
     results, made = [], []
@@ -338,13 +341,13 @@ def test_more_time_continues_a_training_with_more_texts_and_steps(
     tokens = [sum(len(text.ids) for text in part) for part in made]
     assert tokens[0] < tokens[3] < 3000 <= tokens[4]
     learned, held = split(made[4], training_job.HELD_TOKENS)
-    assert results[-1]["steps"] == -(-training_run.PASSES * sum(len(text.ids) for text in learned) // 256)
+    assert results[-1]["steps"] == -(-4 * sum(len(text.ids) for text in learned) // 256)
     before = split(made[0], training_job.HELD_TOKENS)[1]
     assert held[: len(before)] == before  # texts that were held out are not learned later
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds_per_look", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("seconds_per_look", mostly_exhaustive([0.1, 0.3, 0.6], 0.6))
 def test_the_time_limit_holds_however_slow_the_machine_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_look: float
 ) -> None:
@@ -393,14 +396,14 @@ def test_a_finished_training_rewrites_its_head_and_notices_missing_texts(shortly
     head, made = folder / "model.safetensors", folder / "texts.jsonl"
     whole = head.read_bytes()
     head.write_bytes(whole[:100])
-    train(folder, num_steps=16)
+    train(folder, **SHORT)
     assert head.read_bytes() == whole
     lines = made.read_bytes().splitlines(keepends=True)
     made.write_bytes(b"".join(lines[:-1]))
     with pytest.raises(SlipstreamError, match=f"holds {len(lines) - 1} texts; allowed: the {len(lines)} with which"):
-        train(folder, num_steps=16)
+        train(folder, **SHORT)
     with pytest.raises(SlipstreamError, match=r"texts.jsonl': file exists; nothing was saved yet"):
-        train(made, num_steps=16)
+        train(made, **SHORT)
 
 
 def test_answers_to_held_out_prompts_are_not_learned() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream import SpeculativeDecoder, UsageError
 from slipstream.config import DecoderConfig
-from slipstream.wiring.model_pair import ModelPair, load_draft
+from slipstream.wiring import model_pair
+from slipstream.wiring.model_pair import ModelPair, brought_draft, load_draft
 from tests.support.tiny_models import fresh, shared
 
 
@@ -90,3 +92,26 @@ def test_each_kind_of_draft_is_loaded(draft: Any, settings: Any, name: str | Non
 def test_settings_that_a_draft_does_not_have_are_refused(draft: Any, settings: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         loaded_draft(draft, **settings)
+
+
+@pytest.mark.parametrize(
+    ("target", "settings", "draft"),
+    [
+        ("qwen3:4b", {}, "qwen3:0.6b"),
+        ("Qwen3:4B", {"drafter": "model"}, "qwen3:0.6b"),
+        ("smollm2:1.7b", {}, "smollm2"),
+        ("qwen3:4b", {"drafter": "ngram"}, None),
+        ("qwen3:30b", {}, None),
+        ("Qwen/Qwen3-4B-GGUF", {}, None),
+        (Path("qwen3:4b"), {}, None),
+    ],
+)
+def test_a_short_name_brings_its_draft_model_where_one_is_used(
+    target: Any, settings: dict[str, Any], draft: str | None
+) -> None:
+    assert brought_draft(target, DecoderConfig(**settings)) == draft
+
+
+def test_a_draft_model_that_cannot_be_fetched_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert model_pair._at_hand("qwen3:0.6b", DecoderConfig()) is None  # tests have no network
+    assert "model 'qwen3:0.6b' was not found locally" in caplog.text and "drafting without it" in caplog.text

@@ -22,13 +22,13 @@ BASELINE_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7, LLAMA_LOOKUP: 7}  # as many as our
 SYNTAX = (
     "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMPERATURE], for example none, ngram@7, model@4/rejection, "
     "model@4x2 (a tree), auto@chain (no trees), none.plain (unpacked weights), auto.predicted (given the prompts' "
-    "predictions), model@4~0.8, module:Name@3 (your own); or one of transformers' own: "
+    "predictions), model@4~0.8, module:Name@3 or model@module:Policy (your own); or one of transformers' own: "
     f"{HF}, {ASSISTED} (its defaults), {TUNED}[@LENGTH], {LOOKUP}[@LENGTH]; or one of llama.cpp's: "
     f"{LLAMA}, {LLAMA_LOOKUP}[@LENGTH]"
 )
 _ARM = re.compile(
     r"(?P<name>[a-z][a-z_-]*|[A-Za-z_][\w.]*(?=:[A-Za-z_]\w*))(?P<argument>:[^@/.~]+)?"
-    r"(?:@(?P<length>\d+x\d+|\d+|chain))?(?:/(?P<rule>[\w.]+:[A-Za-z_]\w*|[^.~]+))?"
+    r"(?:@(?P<length>\d+x\d+|\d+|chain|[A-Za-z_][\w.]*:[A-Za-z_]\w*))?(?:/(?P<rule>[\w.]+:[A-Za-z_]\w*|[^.~]+))?"
     r"(?P<plain>\.plain)?(?P<predicted>\.predicted)?(?:~(?P<temperature>\d+(?:\.\d+)?))?"
 )
 _BASELINES = {
@@ -114,6 +114,16 @@ def check_reference(name: str, names: Sequence[str]) -> None:
         raise UsageError(f"reference {name!r} is not among the arms; allowed: {', '.join(names)}{near}")
 
 
+def uses_draft_model(arm: Arm) -> bool:
+    """True if the arm drafts with the run's draft model."""
+    if arm.baseline is not None:
+        return arm.baseline in (ASSISTED, TUNED)
+    drafter = arm.drafter or "auto"
+    if drafter == "auto":
+        drafter = drafters.preferred(draft_model=True, costs=arm.num_draft_tokens is None)
+    return drafters.traits(drafter).needs_draft_model
+
+
 def runs_in_batches(arm: Arm) -> bool:
     """True if the arm can decode several prompts together: our own, and transformers' plain generation."""
     return arm.baseline in (None, HF)
@@ -141,7 +151,8 @@ def label(name: str, *, temperature: bool = True) -> str:
     arm = parse_arm(name)
     parts = [_BASELINES.get(arm.baseline or "") or ("plain" if arm.drafter == PLAIN else str(arm.drafter))]
     if isinstance(arm.num_draft_tokens, str):
-        parts.append("no trees" if arm.num_draft_tokens == "chain" else f"tree {arm.num_draft_tokens}")
+        kind = "policy" if ":" in arm.num_draft_tokens else "tree"
+        parts.append("no trees" if arm.num_draft_tokens == "chain" else f"{kind} {arm.num_draft_tokens}")
     elif arm.num_draft_tokens is not None:
         parts.append(f"{arm.num_draft_tokens} token{'s' if arm.num_draft_tokens > 1 else ''}")
     if arm.acceptance is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from slipstream.bench.arms import ASSISTED, LOOKUP, TUNED, Arm
 from slipstream.errors import UsageError
-from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.sampling.params import SamplingParams
 
 # options that are passed to `generate`; others mean something else there, or nothing
@@ -86,15 +85,6 @@ class Baseline:
         if self.arm.baseline == LOOKUP:
             options["prompt_lookup_num_tokens"] = self.arm.num_draft_tokens
         return options
-
-
-def plain_model(loaded: Loaded, options: LoadOptions) -> Any:
-    """A model as transformers loads it: the loaded object, or a second copy if that has packed weights."""
-    if loaded.plain_model is not None:
-        return loaded.plain_model
-    from slipstream.models.plain_models import load_unpacked
-
-    return load_unpacked(loaded.source or loaded.name, replace(options, rounding=loaded.rounding))
 
 
 @contextmanager

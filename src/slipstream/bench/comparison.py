@@ -37,11 +37,25 @@ class Run:
     difference: Difference | None = None
     result: Result | None = None
     repeats: tuple[float, ...] = ()  # seconds of each run
+    stats: tuple[Stats, ...] = ()  # of each run
 
     @property
     def tokens_per_second(self) -> float:
         """Output tokens per second, prompt processing included."""
         return len(self.token_ids) / self.seconds
+
+
+@dataclass(frozen=True)
+class SpeedUpEstimate:
+    """The planner's estimate of a speed-up, and what was measured; neither counts the reading of prompts."""
+
+    estimated: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """The estimate's share above or below what was measured."""
+        return self.estimated / self.measured - 1
 
 
 @dataclass
@@ -60,6 +74,21 @@ class Comparison:
         run, plain = self.runs[arm], self.runs[PLAIN]
         tokens = log(len(run.token_ids) / len(plain.token_ids))
         return [tokens + log(base / seconds) for seconds, base in zip(run.repeats, plain.repeats, strict=True)]
+
+    @property
+    def estimate(self) -> SpeedUpEstimate | None:
+        """The speed-up that users see after an answer; None if the planner has no measured costs or nothing drafted."""
+        fast, plain = self.runs[SPECULATIVE].stats, self.runs[PLAIN].stats
+        estimates = [stats.estimated_speed_up for stats in fast if stats.num_draft_tokens]
+        speed_ups = [estimate for estimate in estimates if estimate is not None]
+        if not speed_ups or len(speed_ups) < len(fast):
+            return None
+        return SpeedUpEstimate(geometric_mean(speed_ups), _decoding_seconds(plain) / _decoding_seconds(fast))
+
+
+def _decoding_seconds(stats: Sequence[Stats]) -> float:
+    """Seconds per token of an arm's runs, without reading the prompt."""
+    return geometric_mean((run.total_seconds - run.prefill_seconds) / run.num_output_tokens for run in stats)
 
 
 def speed_up(comparisons: Sequence[Comparison], arm: str) -> Estimate:
@@ -146,7 +175,8 @@ def _judged(judge: Judge, arm: Arm, prompt: BenchPrompt, expected: list[int], ru
     differences = [judge.difference(arm, prompt, expected, run.token_ids) for run in runs]
     first = next((difference for difference in differences if difference is not None), None)
     seconds = tuple(run.seconds for run in runs)
-    return Run(runs[0].token_ids, geometric_mean(seconds), first, runs[0].result, seconds)
+    stats = tuple(run.result.stats for run in runs if run.result is not None)
+    return Run(runs[0].token_ids, geometric_mean(seconds), first, runs[0].result, seconds, stats)
 
 
 def compare_batch(
@@ -197,6 +227,8 @@ def summarize(comparisons: Sequence[Comparison]) -> dict[str, Any]:
             "speed_up_median": median(speed_ups),
             **count_differences([r.difference for r in runs]),
         }
+    if errors := [abs(comparison.estimate.error) for comparison in comparisons if comparison.estimate is not None]:
+        summary["estimate"] = {"prompts": len(errors), "median_error": median(errors), "largest_error": max(errors)}
     results = [result for c in comparisons if (result := c.runs[SPECULATIVE].result)]
     lossless = all(result.stats.lossless for result in results)
     summary["stats"] = Stats.of((r for result in results for r in result.rounds), lossless=lossless).to_dict()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.bench.arms import PLAIN, Arm, label, parse_arm
 from slipstream.bench.records import Run
-from slipstream.bench.summary import ArmSummary, summarize
+from slipstream.bench.summary import ArmSummary, summarize, without_few_prompts
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,13 @@ def references(names: Sequence[str], default: str) -> dict[str, str]:
     return {name: plain.get(parse_arm(name).temperature, default) for name in names}
 
 
-def summarize_by_temperature(runs: Sequence[Run], default: str) -> list[ArmSummary]:
-    """`summarize`, but with each arm relative to its own reference, see `references`."""
-    base = references(list(dict.fromkeys(run.arm for run in runs)), default)
+def summarize_over(runs: Sequence[Run], base: Mapping[str, str]) -> list[ArmSummary]:
+    """Summaries for tables and charts. base: the reference of each arm."""
     summaries: list[ArmSummary] = []
-    for reference in dict.fromkeys(base.values()):
+    for reference in dict.fromkeys(base[run.arm] for run in runs):
         compared = [run for run in runs if base[run.arm] == reference or run.arm == reference]
         summaries += [summary for summary in summarize(compared, reference) if base[summary.arm] == reference]
-    return summaries
+    return [without_few_prompts(summary) for summary in summaries]
 
 
 def series_of(summaries: Iterable[ArmSummary]) -> list[Series]:

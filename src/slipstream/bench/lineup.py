@@ -18,11 +18,11 @@ import torch
 
 from slipstream.bench import llama_cpp
 from slipstream.bench.arms import ASSISTED, OF_LLAMA_CPP, PLAIN, TUNED, Arm
-from slipstream.bench.baselines import Baseline, check_params, no_hf_model, plain_model
+from slipstream.bench.baselines import Baseline, check_params, no_hf_model
 from slipstream.bench.llama_cpp import LlamaBaseline, LlamaCppModel, gguf_file
 from slipstream.bench.plan import BenchPrompt, Group, Measurement
 from slipstream.bench.records import Run, VerdictName, append, compact, finished
-from slipstream.certificate.parity import Difference, TieJudge, coupled, plain_difference
+from slipstream.certificate.parity import Difference, TieJudge, plain_difference, plain_model
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError, with_class
@@ -63,19 +63,27 @@ class Lineup:
     """Every arm over the same models.
 
     Baselines and arms on plain weights share one transformers object per model; arms on packed weights share another.
-    If nothing is packed, all arms share one object. An arm that cannot exist is refused here.
+    If nothing is packed, all arms share one object. An arm that cannot exist is refused here. Options that are left out
+    are not the model's own, so that all arms decode alike.
     """
 
     def __init__(
         self, decoder: SpeculativeDecoder, arms: Sequence[Arm], params: SamplingParams, *, chat: bool = True
     ) -> None:
-        self.decoder, self.arms, self.params, self.chat = decoder, list(arms), params, chat
-        self.decoders = {arm.name: self._decoder(arm) for arm in arms if arm.baseline is None}
-        llama = [arm for arm in arms if arm.baseline in OF_LLAMA_CPP]
-        self._llama = {arm.name: self._llama_baseline(arm) for arm in llama}
-        self._baselines = {
-            arm.name: self._baseline(arm) for arm in arms if arm.baseline is not None and arm not in llama
-        }
+        self.decoder, self.arms, self.params, self.chat = decoder, list(arms), params.explicit, chat
+        self.decoders: dict[str, SpeculativeDecoder] = {}
+        self._llama: dict[str, LlamaBaseline] = {}
+        self._baselines: dict[str, Baseline] = {}
+        for arm in arms:
+            if arm.baseline is None:
+                base = self.plain if arm.fast is False else decoder
+                self.decoders[arm.name] = base.using(
+                    arm.drafter, num_draft_tokens=arm.num_draft_tokens, acceptance=arm.acceptance
+                )
+            elif arm.baseline in OF_LLAMA_CPP:
+                self._llama[arm.name] = self._llama_baseline(arm)
+            else:
+                self._baselines[arm.name] = self._baseline(arm)
         self.alone = decoder.using(PLAIN)
 
     @cached_property
@@ -106,7 +114,9 @@ class Lineup:
     def _llama_model(self) -> LlamaCppModel:
         """The target's file in llama.cpp, with as many threads as our own forwards use."""
         what = next(f"arm {arm.name!r}" for arm in self.arms if arm.baseline in OF_LLAMA_CPP)
-        return LlamaCppModel(gguf_file(self.decoder.target.name, what), torch.get_num_threads(), what)
+        return LlamaCppModel(
+            gguf_file(self.decoder.target.source or self.decoder.target.name, what), torch.get_num_threads(), what
+        )
 
     def encode(self, prompt: BenchPrompt) -> list[int]:
         """The token ids of a prompt, the same for every arm."""
@@ -149,21 +159,13 @@ class Lineup:
 
     def coupled(self, arm: Arm, params: SamplingParams) -> bool:
         """True if the arm's output must be plain decoding's: it is greedy, or every token is the target's own draw."""
-        if params.temperature == 0:
-            return True
-        if arm.baseline is not None:
-            return False
-        return coupled(self.decoders[arm.name], params)
+        return params.temperature == 0 or (arm.baseline is None and self.decoders[arm.name].coupled)
 
     def same_bits(self, arm: Arm) -> bool:
         """True if rounding cannot change the arm's output: same weights, and forward shapes that agree."""
         if arm.baseline is not None or self.decoders[arm.name].target is not self.decoder.target:
             return False
         return self.decoder.reproducible or self.decoder.target.model is None
-
-    def _decoder(self, arm: Arm) -> SpeculativeDecoder:
-        base = self.plain if arm.fast is False else self.decoder
-        return base.using(arm.drafter, num_draft_tokens=arm.num_draft_tokens, acceptance=arm.acceptance)
 
     def _llama_baseline(self, arm: Arm) -> LlamaBaseline:
         params = replace(self.params, temperature=self.temperature(arm.name), prediction=None)
@@ -203,7 +205,15 @@ class TimedRuns:
         tokens.
         """
         if (arm.name, batch) not in self._warm:
-            self.lineup.generate(arm, prompts[:batch], [_shortened(options) for options in params[:batch]])
+            shortened = [
+                replace(
+                    options,
+                    max_tokens=min(WARM_UP_TOKENS, options.max_tokens),
+                    min_tokens=min(WARM_UP_TOKENS, options.min_tokens),
+                )
+                for options in params[:batch]
+            ]
+            self.lineup.generate(arm, prompts[:batch], shortened)
             self._warm.add((arm.name, batch))
         self.lineup.forget(arm)
         wait_for_device(self.lineup.decoder.target.backend.device)  # what is queued belongs to whatever ran before
@@ -211,11 +221,6 @@ class TimedRuns:
             started = perf_counter()
             output = self.lineup.generate(arm, prompts, params)
             return output, perf_counter() - started
-
-
-def _shortened(params: SamplingParams) -> SamplingParams:
-    few = min(WARM_UP_TOKENS, params.max_tokens)
-    return replace(params, max_tokens=few, min_tokens=min(few, params.min_tokens))
 
 
 @dataclass
@@ -275,10 +280,10 @@ class Judge:
             except Exception as error:  # whatever a model may raise: the speed stands, the output is unproven
                 log.warning("plain decoding failed for %s: %s", prompt.id, error)
                 return "not compared"
-        judgement = arm.name, prompt.id, tuple(text)
-        if judgement not in self._judged:
-            self._judged[judgement] = self.difference(arm, prompt, self._texts[key], text)
-        difference = self._judged[judgement]
+        judgment = arm.name, prompt.id, tuple(text)
+        if judgment not in self._judged:
+            self._judged[judgment] = self.difference(arm, prompt, self._texts[key], text)
+        difference = self._judged[judgment]
         if difference is None:
             return "identical"
         if not difference.compared:
@@ -292,7 +297,7 @@ class Runner:
 
     lineup: Lineup
     plan: Sequence[Measurement]
-    folder: Path
+    folder: Path | None  # None: the runs are not saved
 
     def __post_init__(self) -> None:
         self._timed = TimedRuns(self.lineup)
@@ -305,7 +310,8 @@ class Runner:
         for measurement in self.plan:
             if measurement.key not in existing:
                 run = self._measure(measurement, judge)
-                append(self.folder, run)
+                if self.folder is not None:
+                    append(self.folder, run)
                 yield run
 
     def _measure(self, measurement: Measurement, judge: Judge) -> Run:

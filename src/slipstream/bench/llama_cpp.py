@@ -7,10 +7,10 @@ copies all logits of every token into an array of the whole context.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from slipstream.bench.arms import LLAMA_LOOKUP, OF_LLAMA_CPP, Arm
 from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.weights.hub_files import local_file
 from slipstream.models.weights.model_files import is_gguf
 from slipstream.sampling.params import SamplingParams
 
@@ -52,8 +53,8 @@ def versions(what: str) -> dict[str, str]:
 
 def gguf_file(source: str, what: str) -> Path:
     """The .gguf file that a target names; `UsageError` for any other target."""
-    file = Path(source).expanduser()
-    if not is_gguf(source):
+    file = Path(local_file(source)).expanduser()
+    if not is_gguf(str(file)):
         raise UsageError(f"{what} needs a .gguf file; target {source!r} is not one")
     if not file.is_file():
         raise UsageError(f"target {source!r} is not a file; allowed: a .gguf file")
@@ -152,9 +153,6 @@ def _last_error() -> str:
     return ERRORS[0] if ERRORS else "no reason given"
 
 
-Drafts = Callable[[list[int]], list[int]]
-
-
 @dataclass
 class Parts:
     """Seconds of reading prompts, drafting and verifying."""
@@ -184,10 +182,13 @@ class LlamaBaseline:
     arm: Arm
     model: LlamaCppModel  # shared by all arms
     end_ids: tuple[int, ...]  # the target's, as for our own arms
-    _drafts: Drafts = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_drafts", _drafts_of(self.arm))
+    @cached_property
+    def _lookup(self) -> Any:
+        """The binding's own prompt lookup over the prompt and the output so far."""
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        return LlamaPromptLookupDecoding(max_ngram_size=NGRAM, num_pred_tokens=self.arm.num_draft_tokens)
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[list[list[int]], Parts]:
         """The new token ids of each prompt, its end token included, and where the time went."""
@@ -202,8 +203,10 @@ class LlamaBaseline:
             tokens = [*prompt, int(self.model.read(prompt).argmax())]
         limit = len(prompt) + params.max_tokens
         while len(tokens) < limit and tokens[-1] not in ends:
-            with parts.timed("draft"):
-                draft = self._drafts(tokens)[: limit - len(tokens) - 1]
+            draft: list[int] = []
+            if self.arm.baseline == LLAMA_LOOKUP:
+                with parts.timed("draft"):
+                    draft = self._lookup(np.array(tokens, dtype=np.intc)).tolist()[: limit - len(tokens) - 1]
             with parts.timed("verify"):
                 choices = self.model.forward([tokens[-1], *draft], len(tokens) - 1).argmax(-1).tolist()
             parts.forwards += 1
@@ -220,14 +223,3 @@ def require_llama(arms: Sequence[Arm], target: str) -> None:
         if arm.baseline in OF_LLAMA_CPP:
             gguf_file(target, f"arm {arm.name!r}")
             bindings(f"arm {arm.name!r}")
-
-
-def _drafts_of(arm: Arm) -> Drafts:
-    """A function that drafts nothing, or the binding's own prompt lookup over the prompt and the output so far."""
-    if arm.baseline != LLAMA_LOOKUP:
-        return lambda tokens: []
-    bindings(f"arm {arm.name!r}")
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-    search: Any = LlamaPromptLookupDecoding(max_ngram_size=NGRAM, num_pred_tokens=arm.num_draft_tokens)
-    return lambda tokens: search(np.array(tokens, dtype=np.intc)).tolist()

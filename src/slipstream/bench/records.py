@@ -32,7 +32,6 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.version import __version__
 
 FILE = "runs.jsonl"
-LATER = {"num_forwards", "parts", "prompts", "command"}  # fields that older folders may lack
 VerdictName = Literal["identical", "tie", "different", "reference", "not compared"]
 
 
@@ -159,7 +158,7 @@ def _made(cls: Any, kind: str, line: str, folder: Path, number: int) -> Any:
     except UNREADABLE as error:
         raise UsageError(f"{where}: {why_unreadable(error)}; allowed: one JSON object per line") from error
     names: Sequence[str] = [f.name for f in fields(cls)]
-    if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) | LATER != set(names) | LATER:
+    if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) != set(names):
         raise UsageError(f"{where}: not a benchmark's {kind}; allowed: kind {kind!r} with {', '.join(names)}")
     return cls(**item)
 
@@ -185,7 +184,7 @@ def make_header(
             **settings,
             "prompts": {prompt.id: prompt.digest for prompt in prompts},
             "config": vars(config),
-            "params": params.to_dict(),
+            "params": params.explicit.to_dict(),
         },
         versions={
             "slipstream": __version__,

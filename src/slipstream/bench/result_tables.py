@@ -1,6 +1,6 @@
 """Tables of results, and figures with their intervals, for a terminal, Markdown and the report's page.
 
-A `Table` is made once, of cells; `TerminalTable`, `markdown_table` and the report's template write it.
+A `Table` is made once, of cells; a terminal shows it, `markdown_table` and the report's template write it.
 """
 
 from __future__ import annotations
@@ -49,17 +49,21 @@ def cell(estimate: Estimate | None, form: str = ".2f", unit: str = "") -> Cell:
     return Cell(text, f"{estimate.low:{form}}", f"{estimate.high:{form}}")
 
 
-def speed_cell(estimate: Estimate) -> Cell:
-    """Tokens per second, without decimals from 1000 on."""
-    return cell(estimate, ".1f" if estimate.value < 1000 else ".0f")
-
-
 Row = Sequence[Cell | str]
+
+
+MIN_WORDS = 24  # columns of a cell of words that is broken over several lines
+GAP = 2  # blanks between columns
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells below a title."""
+    """Rows of cells below a title.
+
+    A terminal shows it as wide as it is itself, without breaking a word or a figure. If it is too wide, intervals move
+    below their figures; then optional columns are left out; and if that is not enough, each row becomes a list of its
+    entries.
+    """
 
     title: str
     columns: Sequence[str]
@@ -77,36 +81,21 @@ class Table:
         rows = [[entry for number, entry in enumerate(row) if number != place] for row in self.rows]
         return replace(self, columns=[column for column in self.columns if column != name], rows=rows)
 
-
-MIN_WORDS = 24  # columns of a cell of words that is broken over several lines
-GAP = 2  # blanks between columns
-
-
-@dataclass(frozen=True)
-class TerminalTable:
-    """A table as wide as the terminal allows, in which neither a word nor a figure is broken.
-
-    If it is too wide, intervals move below their figures; then optional columns are left out; and if that is not
-    enough, each row becomes a list of its entries.
-    """
-
-    table: Table
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        if self.table.title:
-            yield Text(self.table.title, "italic")
+        if self.title:
+            yield Text(self.title, "italic")
         yield self._fitted(options.max_width)
         yield ""
 
     def _fitted(self, width: int) -> RenderableType:
-        table, left_out = self.table, list(self.table.optional)
+        table, left_out = self, list(self.optional)
         while True:
             for narrow in (False, True):
                 widths = _widths(table, width, narrow=narrow)
                 if widths is not None:
                     return _grid(table, widths, narrow=narrow)
             if not left_out:
-                return _lists(self.table)
+                return _lists(self)
             table = table.without(left_out.pop(0))
 
 
@@ -177,18 +166,18 @@ def verdict_cell(verdicts: Mapping[str, int], *, promised: bool = True) -> Cell:
     return Cell(", ".join(words), tone="bad" if broken else "")
 
 
-def bench_tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[TerminalTable | Text]:
+def bench_tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[Table | Text]:
     """Speeds and parity, speed-ups per family, where the time went, and what failed."""
     for batch in dict.fromkeys(arm.batch for arm in summaries):
         arms = [arm for arm in summaries if arm.batch == batch]
-        yield TerminalTable(_overall(arms, batch, reference))
+        yield _overall(arms, batch, reference)
         if len({family for arm in arms for family in arm.families}) > 1:
-            yield TerminalTable(_families(arms, reference))
+            yield _families(arms, reference)
         if any(arm.time_split is not None for arm in arms):
-            yield TerminalTable(_time(arms))
+            yield _time(arms)
             yield accepted_by_position([(_name(arm), arm.acceptance_by_position) for arm in arms])
     if any(arm.failed for arm in summaries):
-        yield TerminalTable(_failures(summaries))
+        yield _failures(summaries)
 
 
 def accepted_by_position(shares: Sequence[tuple[str, Sequence[float]]]) -> Text:
@@ -197,32 +186,25 @@ def accepted_by_position(shares: Sequence[tuple[str, Sequence[float]]]) -> Text:
     return Text("\n".join(["accepted at draft position 1, 2, ...", *lines, ""]) if lines else "")
 
 
-def _overall(summaries: Sequence[ArmSummary], batch: int, reference: str) -> Table:
-    title = f"batch size {batch}: speed-up against {reference}, with 95 % intervals"
-    rows: list[Row] = [
-        [_name(arm), *speed_cells(arm), verdict_cell(arm.verdicts, promised=arm.lossless), *acceptance_cells(arm)]
-        for arm in summaries
-    ]
-    return Table(title, ("arm", *FIGURES), rows, words=["texts"], optional=["alpha", "acceptance\nrate"])
-
-
-# of an arm: see `speed_cells`, `verdict_cell` and `acceptance_cells`
 FIGURES = ("tok/s", "speed-up", "texts", "acceptance\nrate", "alpha", "tokens per\nforward")
 
 
-def speed_cells(arm: ArmSummary) -> list[Cell]:
-    """Tokens per second and speed-up."""
-    if arm.speed is None:
-        return [Cell("failed"), Cell("")]
-    return [speed_cell(arm.speed.tokens_per_second), cell(arm.speed.speed_up, unit="x")]
-
-
-def acceptance_cells(arm: ArmSummary, missing: str = "") -> list[Cell]:
-    """Acceptance rate, alpha and tokens per forward. missing: shown for unknown figures, as of baselines."""
-    efficiency = missing if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
-    if arm.stats is None or not arm.stats.num_rounds:
-        return [Cell(missing), Cell(missing), Cell(efficiency)]
-    return [Cell(percent(arm.stats.acceptance_rate)), Cell(percent(arm.stats.alpha)), Cell(efficiency)]
+def _overall(summaries: Sequence[ArmSummary], batch: int, reference: str) -> Table:
+    rows: list[Row] = []
+    for arm in summaries:
+        speeds: Row = ["failed", ""]
+        if arm.speed is not None:
+            per_second = arm.speed.tokens_per_second
+            form = ".1f" if per_second.value < 1000 else ".0f"
+            speeds = [cell(per_second, form), cell(arm.speed.speed_up, unit="x")]
+        rates = ["", ""]  # unknown of baselines
+        if arm.stats is not None and arm.stats.num_rounds:
+            rates = [percent(arm.stats.acceptance_rate), percent(arm.stats.alpha)]
+        efficiency = "" if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
+        verdicts = verdict_cell(arm.verdicts, promised=arm.lossless)
+        rows.append([_name(arm), *speeds, verdicts, *rates, efficiency])
+    title = f"batch size {batch}: speed-up against {reference}, with 95 % intervals"
+    return Table(title, ("arm", *FIGURES), rows, words=["texts"], optional=["alpha", "acceptance\nrate"])
 
 
 def _families(summaries: Sequence[ArmSummary], reference: str) -> Table:

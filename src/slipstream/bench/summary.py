@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from slipstream.bench.records import Run, VerdictName
 from slipstream.text.results import Stats
 
 RESAMPLES, LEVEL, SEED = 2000, 0.95, 0
+FEWEST_GROUPS = 5  # prompts (or groups of prompts) of an interval that is shown
 # from the most favorable on; of several repeats the least favorable verdict counts
 _ORDER: tuple[VerdictName, ...] = ("identical", "reference", "not compared", "tie", "different")
 PARTS = ("prefill", "draft", "verify", "accept")
@@ -201,13 +202,20 @@ def wrong_texts(summaries: Sequence[ArmSummary]) -> list[ArmSummary]:
 
 def total_stats(stats: Sequence[Mapping[str, Any]]) -> Stats:
     """The sum of several `Stats.to_dict()`."""
-    total = Stats(lossless=all(part["lossless"] for part in stats))
-    for part in stats:
-        for f in fields(Stats):
-            so_far, value = getattr(total, f.name), part.get(f.name)
-            if f.name != "lossless" and value is not None:  # counts of predictions are None without any
-                setattr(total, f.name, _added(so_far, value) if isinstance(value, list) else (so_far or 0) + value)
-    return total
+    return sum((Stats(**{f.name: part[f.name] for f in fields(Stats)}) for part in stats), Stats())
+
+
+def without_few_prompts(arm: ArmSummary) -> ArmSummary:
+    """The summary without intervals over fewer than `FEWEST_GROUPS` prompts, which repeats would make too narrow."""
+    families = {name: _checked(speed) for name, speed in arm.families.items()}
+    return replace(arm, speed=None if arm.speed is None else _checked(arm.speed), families=families)
+
+
+def _checked(speed: Speed) -> Speed:
+    if speed.groups >= FEWEST_GROUPS:
+        return speed
+    ratio = None if speed.speed_up is None else Estimate(speed.speed_up.value)
+    return replace(speed, tokens_per_second=Estimate(speed.tokens_per_second.value), speed_up=ratio)
 
 
 def _arm(runs: Sequence[Run], base: Sequence[Run]) -> ArmSummary:
@@ -292,9 +300,3 @@ def _time_split(total: Stats | None, runs: Sequence[Run]) -> dict[str, float] | 
     else:
         return None
     return shares | {"overhead": max(0.0, 1 - sum(shares.values()))}
-
-
-def _added(first: list[int], second: list[int]) -> list[int]:
-    width = max(len(first), len(second))
-    pad = [0] * width
-    return [a + b for a, b in zip((first + pad)[:width], (second + pad)[:width], strict=True)]

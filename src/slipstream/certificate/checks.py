@@ -45,7 +45,7 @@ SEEDS_AT_ONCE = 4
 FEWEST_SEEDS = 8
 MOST_WRONG = 48  # of a wrong rule
 MOST_SEEDS = 200
-NUM_SAMPLED = 4  # of the enumerated options are those of sampled texts as well
+NUM_SAMPLED = 4  # of the enumerated options, which are tried on sampled texts as well
 AFTER_DRAFT = 3  # tokens of a sampled text besides the longest draft: before it, its bonus token and the one after
 MOST_PLANNED = 96  # tokens of a text with planned drafts, unless longer ones are asked for
 PLANNED = 16  # tokens of planned drafts where measured costs decide how much is drafted
@@ -181,7 +181,7 @@ class LawChecks:
         return Finding(texts.passed, str(texts))
 
     def power(self, rule: str) -> Finding:
-        """The same test must catch a wrong rule."""
+        """Passes if the test of sampled texts catches a wrong rule."""
         texts = self._likely(wrong_rules(self.depth // 2)[rule])
         return Finding(not texts.passed, str(texts))
 
@@ -222,8 +222,8 @@ class LawChecks:
     @cached_property
     def _params(self) -> list[SamplingParams]:
         deep = deep_temperature(list(self._likely_texts.values()), self.depth)
-        options = [SamplingParams(**asdict(options)) for options in list(ENUMERATED.values())[:NUM_SAMPLED]]
-        return [*options, SamplingParams(temperature=deep), SamplingParams(temperature=deep, top_k=4)]
+        options = [options_of(**asdict(options)) for options in list(ENUMERATED.values())[:NUM_SAMPLED]]
+        return [*options, options_of(temperature=deep), options_of(temperature=deep, top_k=4)]
 
     @cached_property
     def _near(self) -> dict[Place, list[Tensor]]:
@@ -234,10 +234,15 @@ class LawChecks:
         }
 
 
+def options_of(**options: Any) -> SamplingParams:
+    """Sampling options, without the model's own."""
+    return SamplingParams(**options).explicit
+
+
 def greedy_logits(decoder: SpeculativeDecoder, prompts: Sequence[list[int]], tokens: int) -> Texts:
     """The target's logits after each prompt and along its plain greedy text, nothing kept of earlier forwards."""
     decoder.forget()
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    params = options_of(max_tokens=tokens, ignore_eos=True)
     logits: Texts = {}
     for prompt in prompts:
         text = decoder.using("none", num_draft_tokens="auto").generate(prompt, params).token_ids
@@ -287,12 +292,12 @@ class TextChecks:
 
     def greedy(self) -> Finding:
         """Greedy text of every prompt alone."""
-        params = SamplingParams(max_tokens=self._length(self.max_tokens))
+        params = options_of(max_tokens=self._length(self.max_tokens))
         return self._finding([each for ids in self._ids for each in self._compare(self.decoder, [ids], [params])])
 
     def batch(self) -> Finding:
         """Greedy text of all prompts in a batch, of different lengths."""
-        longest = SamplingParams(max_tokens=self._length(self.max_tokens))
+        longest = options_of(max_tokens=self._length(self.max_tokens))
         params = [replace(longest, max_tokens=longest.max_tokens - i % 7) for i in range(len(self._ids))]
         return self._finding(self._compare(self.decoder, self._ids, params, longest))
 
@@ -300,7 +305,7 @@ class TextChecks:
         """Sampled text of every prompt alone, each with its own seed."""
         if not self._seeded.coupled:
             return NOT_COUPLED
-        params = SamplingParams(temperature=0.8, max_tokens=self._length(self.max_tokens))
+        params = options_of(temperature=0.8, max_tokens=self._length(self.max_tokens))
         seeds = enumerate(self._ids)
         texts = [self._compare(self._seeded, [ids], [replace(params, seed=seed)]) for seed, ids in seeds]
         return self._finding([each for text in texts for each in text])
@@ -312,7 +317,7 @@ class TextChecks:
             return NOT_COUPLED
         if self.decoder.tokenizer is None:
             return Finding(None, "no tokenizer")
-        params = SamplingParams(max_tokens=self._length(OPTION_TOKENS), seed=7)
+        params = options_of(max_tokens=self._length(OPTION_TOKENS), seed=7)
         ids = self.decoder.encode(PATTERN, chat=False)
         if name in COMPUTED_OPTIONS:
             option = option | COMPUTED_OPTIONS[name](self.decoder, self._plain_text(ids, params))
@@ -327,7 +332,7 @@ class TextChecks:
         levels = planned_length(self.decoder)
         needed = (levels + 1) * (levels + 2)  # tokens of texts in which every depth occurs
         length = max(self._length(self.max_tokens), min(MOST_PLANNED, needed // (2 * len(self._ids)) + levels))
-        params = SamplingParams(temperature=temperature, max_tokens=length, seed=11, ignore_eos=True)
+        params = options_of(temperature=temperature, max_tokens=length, seed=11, ignore_eos=True)
         prompts = [*self._ids, self._long_prompt(length)]
         plain = PlannedDrafts()
         recorded = self.decoder.using(plain, num_draft_tokens=0, acceptance="match")
@@ -379,9 +384,9 @@ class TextChecks:
     def _affordable(self) -> float:
         """The share of the planned tokens there is time for, by the speed of plain decoding."""
         ids = self.decoder.encode(PATTERN, chat=False) if self.decoder.tokenizer else [1, 2, 3]
-        self._plain.generate(ids, SamplingParams(max_tokens=2))
+        self._plain.generate(ids, options_of(max_tokens=2))
         started = perf_counter()
-        self._plain.generate(ids, SamplingParams(max_tokens=SHORTEST, ignore_eos=True))
+        self._plain.generate(ids, options_of(max_tokens=SHORTEST, ignore_eos=True))
         each = (perf_counter() - started) / SHORTEST
         texts = 2 * len(OPTIONS) + len(COMPUTED_OPTIONS)
         planned = 8 * len(self.prompts) * self.max_tokens + texts * OPTION_TOKENS
@@ -400,7 +405,7 @@ class TextChecks:
         params: Sequence[SamplingParams],
         longest: SamplingParams | None = None,
     ) -> list[Comparison]:
-        """Texts of the decoder. longest: options of a longer plain text, of which these are beginnings."""
+        """Texts of the decoder. longest: options of a longer plain text, which begins with these."""
         compared = []
         results = decoder.generate(list(prompts), list(params))
         for ids, text_params, result in zip(prompts, params, results, strict=True):

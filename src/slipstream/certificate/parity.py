@@ -26,7 +26,7 @@ from slipstream.sampling.sampler import Sampler
 
 # no rounding explains a larger gap than this, whatever was measured
 CEILING = {torch.float32: 1e-2, torch.float16: 0.25, torch.bfloat16: 1.5}
-NEIGHBOURS = 10
+NEIGHBORS = 10
 POSITIONS = 12  # at which rounding is measured: at a few alone it may happen to be small
 Scores = Callable[[list[int]], Tensor]
 LastScores = Callable[[list[int], int], Tensor]
@@ -110,22 +110,19 @@ def _noise(exact: Tensor, rounded: Tensor, pair: Tensor) -> float:
 
     Tokens forbidden in either precision are left out.
     """
-    leading = torch.cat([exact.topk(min(NEIGHBOURS, len(exact))).indices, pair])
+    leading = torch.cat([exact.topk(min(NEIGHBORS, len(exact))).indices, pair])
     error = (rounded - exact)[leading]
     error = error[error.isfinite()]
     return float((error - error.mean()).abs().max()) if len(error) else 0.0
 
 
-def full_precision_model(loaded: Loaded, options: LoadOptions) -> Any:
-    """A float32 copy of the target, or the target itself if it is float32 already."""
-    if loaded.plain_model is None:
-        from slipstream.models.plain_models import load_unpacked
+def plain_model(loaded: Loaded, options: LoadOptions) -> Any:
+    """A model as transformers loads it: the loaded object, or a second copy if that has packed weights."""
+    if loaded.plain_model is not None:
+        return loaded.plain_model
+    from slipstream.models.plain_models import load_unpacked
 
-        full_precision = replace(options, dtype="float32", rounding=loaded.rounding)
-        return load_unpacked(loaded.source or loaded.name, full_precision)
-    if loaded.model.dtype == torch.float32 and not loaded.model.training:
-        return loaded.model
-    return copy.deepcopy(loaded.model).float().eval()
+    return load_unpacked(loaded.source or loaded.name, replace(options, rounding=loaded.rounding))
 
 
 @torch.inference_mode()
@@ -145,8 +142,9 @@ class TieJudge:
     @cached_property
     def _full(self) -> Any:
         config = self.decoder.config
-        options = LoadOptions(config.dtype, config.device, False, config.load_options)
-        return full_precision_model(self.decoder.target, options)
+        model = plain_model(self.decoder.target, LoadOptions("float32", config.device, False, config.load_options))
+        is_full = model.dtype == torch.float32 and not model.training
+        return model if is_full else copy.deepcopy(model).float().eval()
 
     @cached_property
     def _race(self) -> Race:
@@ -210,11 +208,6 @@ class TieJudge:
             return scores[0, 0].float()
         noise = self._race.noise(key(row.seed, Stream.TOKEN, len(ids)))
         return sampler.probs(scores)[0, 0].log() - noise.log()
-
-
-def coupled(decoder: SpeculativeDecoder, params: SamplingParams) -> bool:
-    """True if the decoder's text must be plain decoding's: it is greedy, or every token is the target's own draw."""
-    return params.temperature == 0 or decoder.coupled
 
 
 def verdict(difference: Difference | None) -> str:

@@ -31,9 +31,9 @@ def call_grammar(
 def _text_pattern(schema: Mapping[str, Any]) -> str:
     """The expression of a string's text by its schema's pattern, or else its lengths."""
     schema = enforceable(dict(schema))
-    pattern, least, most = str(schema.get("pattern", "")), schema.get("minLength", 0), schema.get("maxLength", "")
+    pattern, shortest, longest = str(schema.get("pattern", "")), schema.get("minLength", 0), schema.get("maxLength", "")
     if not pattern:
-        return f"(?s:.{{{least},{most}}})" if least or most != "" else ANY_TEXT
+        return f"(?s:.{{{shortest},{longest}}})" if shortest or longest != "" else ANY_TEXT
     is_begun, is_ended = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[is_begun : len(pattern) - is_ended].replace("/", "\\/")
     return f"{'' if is_begun else ANY_TEXT}(?:{inner}){'' if is_ended else ANY_TEXT}"
@@ -101,7 +101,7 @@ class _CallGrammar:
         else:
             self.schemas[f"arguments_{number}"] = schema
             arguments = f"@arguments_{number}"
-        self.rules.append(f"call_{number}: {before} {arguments} {self.literal(text.behind)}")
+        self.rules.append(f"call_{number}: {before} {arguments} {self.literal(text.after)}")
         return f"call_{number}"
 
     def _pairs(self, number: int, schema: Mapping[str, Any]) -> str:
@@ -117,10 +117,10 @@ class _CallGrammar:
             return " ".join(rule + ("" if key in required else "?") for key, rule in rules.items())
         separator = self.literal(self.text.value_end)
         optional = [rule for key, rule in rules.items() if key not in required]
-        behind = [" ".join(f"({separator} {rule})?" for rule in optional[index:]) for index in range(len(optional) + 1)]
+        after = [" ".join(f"({separator} {rule})?" for rule in optional[index:]) for index in range(len(optional) + 1)]
         if required:
-            return f" {separator} ".join(rules[key] for key in required) + f" {behind[0]}"
-        cases = [f"{rule} {behind[index + 1]}" for index, rule in enumerate(optional)]
+            return f" {separator} ".join(rules[key] for key in required) + f" {after[0]}"
+        cases = [f"{rule} {after[index + 1]}" for index, rule in enumerate(optional)]
         return f"({' | '.join(cases)})?" if cases else ""
 
     def _add_pair(self, rule: str, key: str, schema: Any, shared: Mapping[str, Any]) -> None:
@@ -143,13 +143,11 @@ class _CallGrammar:
                 body = _text_pattern(schema)
                 is_any = body == ANY_TEXT
                 name, padding = "text" if is_any else f"text_{rule}", "" if is_any or not self.form.padding else r"\n"
-                self._add_rule(f"{name}{options}: /{body}{padding}/")
+                rule_of_text = f"{name}{options}: /{body}{padding}/"
+                if rule_of_text not in self.rules:  # several texts share a rule
+                    self.rules.append(rule_of_text)
                 value = f"{self.literal(quote)} {name} {self.literal(end.removeprefix(suffix))}"
         else:
             self.schemas[rule] = {**schema, **shared} if isinstance(schema, Mapping) else schema
             value = f"@{rule} {self.literal(value_end)}"
         self.rules.append(f"{rule}: {self.literal(text.key + key + opening)} {value}")
-
-    def _add_rule(self, rule: str) -> None:
-        if rule not in self.rules:
-            self.rules.append(rule)

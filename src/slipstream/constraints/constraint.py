@@ -10,11 +10,11 @@ from typing import Any
 from slipstream.checks import arguments_named, changed_repr, is_text
 from slipstream.constraints.grammar_text import (
     WHITESPACE,
-    behind,
     choice_grammar,
     json_grammar,
     lark_grammar,
     regex_grammar,
+    with_preamble,
 )
 from slipstream.constraints.grammar_trial import check_grammar
 from slipstream.errors import UsageError
@@ -70,7 +70,7 @@ class Constraint:
         if self.whitespace != "compact" and not (kinds[0].startswith("json") or self.schemas):
             raise UsageError(f"constraint: whitespace={self.whitespace!r} with {kinds[0]}; allowed: with JSON alone")
         text = self._grammar(kinds[0])
-        object.__setattr__(self, "text", behind(self.preamble, text) if self.preamble else text)
+        object.__setattr__(self, "text", with_preamble(self.preamble, text) if self.preamble else text)
         # the schema as it was given, as the patterns of formats compile fast
         expression = self.regex if self.json_schema is None else _schema("json_schema", self.json_schema)
         trial = check_grammar(kinds[0], self.text, expression or self.text)

@@ -364,15 +364,16 @@ NARROW |= {"D": r"\P{Nd}", "W": f"[^{WORD}]", "S": f"[^{BLANK}{OTHER_BLANK}]"}
 BROAD = {"d": r"\p{Nd}", "w": f"[{WORD}]", "s": f"[{BLANK}{OTHER_BLANK}]"}
 BROAD |= {"D": "[^0-9]", "W": "[^0-9A-Za-z_]", "S": f"[^{BLANK}]"}
 LINE_END = r"\n\r\u{2028}\u{2029}"
-TOKEN = re.compile(r"\\[pP]\{[^}]*\}|\\(?:x\{|[pP])?.|\[\^?\]?|.", re.DOTALL)
+NUL = re.compile(r"\\x00|\\u0000|\\u\{0+\}|\x00")
+TOKEN = re.compile(NUL.pattern + r"|\\[pP]\{[^}]*\}|\\(?:x\{|[pP])?.|\[\^?\]?|.", re.DOTALL)
 READ_DIFFERENTLY = re.compile(r"\\[aAzU]|\\x\{.?|\\[pP][^{]|\[\^?\]", re.DOTALL)  # by ECMAScript, Python or Rust
 
 
 def rust_pattern(pattern: str) -> str:
     """A `pattern` of JSON Schema, which is ECMAScript, in the syntax of Rust; Python matches all its texts, too.
 
-    NUL is taken out of all classes: llguidance 1.9.1 adds the quotation mark and the backslash to a class of all
-    control characters when it writes a class as JSON.
+    NUL matches nothing: llguidance 1.9.1 adds the quotation mark and the backslash to a class of all control characters
+    when it writes a class as JSON, and alternatives such as `[^"]|\\x00` become one class.
     """
     result, class_table = list[str](), dict[str, str]()
     has_flag_s = re.search(r"\(\?[a-zA-Z]*s", pattern) is not None
@@ -382,7 +383,9 @@ def rust_pattern(pattern: str) -> str:
                 f"constraint: json_schema: pattern {pattern!r:.80}: ECMAScript and Python read {token} differently; "
                 r"allowed: what they agree on, such as ^ and $ for \A and \z, \x41 for \x{41}, \] in a class"
             )
-        if token[0] == "\\" and len(token) == 2:
+        if NUL.fullmatch(token) and not class_table:
+            token = r"[\x00--\x00]"
+        elif token[0] == "\\" and len(token) == 2:
             token = (class_table or NARROW).get(token[1], token[1] if token[1] in "<>" else token)
         elif token[0] == "\\":
             token = token if class_table else rf"[{token}--\x00]"

@@ -28,11 +28,11 @@ class _Line(NamedTuple):
 
     before: Sequence[int]
     kept: int
-    behind: Sequence[int]
+    after: Sequence[int]
 
     @property
     def length(self) -> int:
-        return len(self.before) + self.kept + len(self.behind)
+        return len(self.before) + self.kept + len(self.after)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ForcedDrafts:
 
     def around(self, rows: Sequence[Row], forced: Sequence[Sequence[int]], draft: Draft) -> Draft:
         if draft.parents is not None:  # the target never chooses the illegal nodes of a tree
-            return _tree_behind(forced, draft)
+            return _tree_after(forced, draft)
         longest, drafted = self._longest, draft.tokens.tolist()
         lines = [
             self._line(row, run, line[:length], longest, sampled=draft.probs is not None)
@@ -83,10 +83,10 @@ class ForcedDrafts:
         legal = constraint.num_legal(text, drafted)
         if legal < len(drafted):
             kept = legal + sampled
-            return _Line(run, kept, self._behind(row, run, drafted[:kept], longest) if not sampled else ())
-        return _Line(run, legal, self._behind(row, run, drafted, longest))
+            return _Line(run, kept, self._after(row, run, drafted[:kept], longest) if not sampled else ())
+        return _Line(run, legal, self._after(row, run, drafted, longest))
 
-    def _behind(self, row: Row, run: Sequence[int], drafted: Sequence[int], longest: int) -> list[int]:
+    def _after(self, row: Row, run: Sequence[int], drafted: Sequence[int], longest: int) -> list[int]:
         """The forced tokens that follow the drafter's."""
         constraint = constraint_of(row)
         # without drafted tokens the run has all forced tokens already
@@ -103,7 +103,7 @@ def _ends(row: Row, tokens: Sequence[int]) -> bool:
 def _assembled(draft: Draft, lines: Sequence[_Line]) -> Draft:
     """The draft that the lines describe. A forced token's distribution is that token."""
     lengths = tuple(line.length for line in lines)
-    forced = tuple((len(line.before), len(line.behind)) for line in lines)
+    forced = tuple((len(line.before), len(line.after)) for line in lines)
     if not any(map(any, forced)):
         return draft.cut(lengths)
     tokens = draft.tokens.new_zeros(len(lines), max(lengths))
@@ -112,14 +112,14 @@ def _assembled(draft: Draft, lines: Sequence[_Line]) -> Draft:
         begin = len(line.before)
         end = begin + line.kept
         tokens[i, begin:end] = draft.tokens[i, : line.kept]
-        tokens[i, :begin], tokens[i, end : line.length] = _on(tokens, line.before), _on(tokens, line.behind)
+        tokens[i, :begin], tokens[i, end : line.length] = _on(tokens, line.before), _on(tokens, line.after)
         if probs is not None and draft.probs is not None:
             probs[i] = one_hot(tokens[i], probs.shape[2]).to(probs.dtype)
             probs[i, begin:end] = draft.probs[i, : line.kept]
     return Draft(tokens, lengths, probs, draft.steps, rows=_with_forced(draft, forced))
 
 
-def _tree_behind(runs: Sequence[Sequence[int]], draft: Draft) -> Draft:
+def _tree_after(runs: Sequence[Sequence[int]], draft: Draft) -> Draft:
     """Each row's tree, after a chain of its forced tokens."""
     assert draft.parents is not None
     if not any(runs):

@@ -36,17 +36,13 @@ ESCAPES = '"\\bfnrt'  # all but \u, by which a key could be written in a second 
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that an output may cost llguidance, in llguidance's units.
+    """The most that an output may cost llguidance, in llguidance's units."""
 
-    lexer_cost, lexer_states: of all that a row's lexer has built; a cost of 10 million is about a second and 60 MB.
-    step_cost: of one mask of a shared lexer. row_items, step_items: of the parser, in one place and in one step.
-    """
-
-    lexer_cost: int = 10_000_000
-    lexer_states: int = 50_000
-    step_cost: int = 100_000
-    row_items: int = 10_000
-    step_items: int = 100_000
+    lexer_cost: int = 10_000_000  # of everything that a row's lexer has built: about a second and 60 MB
+    lexer_states: int = 50_000  # that a row's lexer has built
+    step_cost: int = 100_000  # of one mask of a shared lexer
+    row_items: int = 10_000  # of the parser, in one place
+    step_items: int = 100_000  # of the parser, in one step
 
     def parser_limits(self, step_cost: int) -> Any:
         """The limits in the form that llguidance takes."""
@@ -100,8 +96,8 @@ def _allows_further_keys(schema: Mapping[str, Any]) -> bool:
 def nesting(schema: str) -> int:
     """Nesting depth of the brackets of JSON text."""
     deepest = depth = 0
-    for sign in STRING.sub("", schema):
-        depth += (sign in "{[") - (sign in "}]")
+    for character in STRING.sub("", schema):
+        depth += (character in "{[") - (character in "}]")
         deepest = max(deepest, depth)
     return deepest
 
@@ -119,7 +115,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def lark_grammar(text: str, schemas: Mapping[str, str], whitespace: str) -> str:
     """The grammar of a text in llguidance's variant of Lark. schemas: JSON schemas that it names as @name."""
-    depth = sum(text.count(sign) for sign in "\n([{")
+    depth = sum(text.count(character) for character in "\n([{")
     if depth > DEEPEST:
         raise UsageError(f"constraint: grammar has {depth} lines and opening brackets together; {_AT_MOST}")
     if not schemas:
@@ -130,17 +126,12 @@ def lark_grammar(text: str, schemas: Mapping[str, str], whitespace: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}, *named]})
 
 
-def behind(preamble: str, grammar: str) -> str:
+def with_preamble(preamble: str, grammar: str) -> str:
     """A grammar whose text follows a `thought`, which rules of Lark describe."""
     # llguidance leaves Lark as it is
     parts = json.loads(grammar)["grammars"] if grammar.startswith(PARTS) else [{"lark_grammar": grammar}]
     head = {"lark_grammar": f"start: thought @constrained\n{preamble}"}
     return json.dumps({"grammars": [head, parts[0] | {"name": "constrained"}, *parts[1:]]})
-
-
-def without_tokens(grammar: str) -> str:
-    """A grammar with text in place of special tokens, which a vocabulary of bytes does not have."""
-    return in_lark(grammar, lambda name: "/x/")
 
 
 def in_lark(grammar: str, named: Callable[[str], str]) -> str:

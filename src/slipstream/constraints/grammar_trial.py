@@ -28,14 +28,14 @@ from slipstream.constraints.grammar_text import (
     SECONDS,
     TIMED_OUT,
     allowed,
+    in_lark,
     load_llguidance,
     reason,
-    without_tokens,
 )
 from slipstream.errors import SlipstreamError, UsageError
 
 WALL_SECONDS = 20  # until a trial is ended on a busy machine, or on one that cannot limit a process's processor time
-HEAVY_MEGABYTES = 8  # what a trial leaves behind before its process is replaced, so that sizes stay true
+HEAVY_MEGABYTES = 8  # memory that a trial may keep before its process is replaced, so that sizes stay true
 SAVED_TRIALS = 1024
 SMALL = 4000  # characters of a grammar that is compiled at once
 # what multiplies in llguidance: counted repetitions, intersections, complements, divisibility
@@ -50,9 +50,9 @@ MULTIPLIES = {
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of compiling a grammar. problem: llguidance's message if it is refused, else empty."""
+    """The outcome of compiling a grammar."""
 
-    problem: str
+    problem: str  # llguidance's message if it is refused, else empty
     megabytes: int = 0  # that it takes
 
 
@@ -67,7 +67,8 @@ def check_grammar(kind: str, grammar: str, expression: str) -> Trial:
         trial = Trial(messages[0] if is_wrong else "")
     else:
         load_llguidance()
-        trial = _trials().of(without_tokens(grammar))
+        # text in place of special tokens, which a vocabulary of bytes does not have
+        trial = _trials().of(in_lark(grammar, lambda name: "/x/"))
     if trial.problem:
         raise UsageError(f"constraint: {kind}: {reason(trial.problem)}; allowed: {allowed(trial.problem, kind)}")
     return trial

@@ -5,7 +5,7 @@ The mark is forced as the tokens of a grammar are, so drafts are cut before it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,8 @@ from slipstream.tokenization.tokenizer import AnswerTokenizer
 class ThoughtBudget:
     """One row's budget, within the row's grammar if it has one; see `RowConstraint`.
 
-    budget: tokens between the marks of the output's first thought. is_open: the prompt opened it.
+    budget: tokens between the marks of the output's thoughts; the closing mark of one counts when another follows it.
+    Within a grammar, a character that the budget would cut is completed. is_open: the prompt opened a thought.
     """
 
     def __init__(
@@ -33,12 +34,13 @@ class ThoughtBudget:
     ) -> None:
         thought = tokenizer.answer_form().thought
         assert thought is not None
-        self._opening, self._closing = ("" if is_open else thought.opening.strip()), thought.closing
-        self._decode: Callable[[Sequence[int]], str] = tokenizer.decode_marked
+        self._form, self._decode = thought, tokenizer.decode_marked
+        self._mark_tokens = len(thought.marks.encode())  # no mark has more
         self._budget, self._words, self._inner, self._end = budget, -(-vocab_size // 32), inner, list(end)
         self._tokens = list[int]()  # those that were searched for marks
-        self._start: int | None = 0 if is_open else None  # of the thought
-        self._stop: int | None = None  # behind its closing mark, or where it is certain that there is no thought
+        # after each mark: its position, the tokens that the thoughts before it have used, and whether it opens one
+        self._marks = [(0, 0, is_open)]
+        self._stop: int | None = None  # where it is certain that no other thought begins
 
     def masks(self, output: Sequence[int], draft: Sequence[int]) -> NDArray[np.uint8]:
         if self._inner is None:
@@ -81,28 +83,40 @@ class ThoughtBudget:
     def _forced_end(self, tokens: Sequence[int]) -> list[int]:
         """The rest of the closing mark, if nothing else may follow these tokens."""
         self._search(tokens)
-        if self._stop is not None or self._start is None or len(tokens) - self._start < self._budget:
+        place, used, is_open = self._marks[-1]
+        over = len(tokens) - place - max(0, self._budget - used)
+        if not is_open or over < 0:
             return []
-        return self._end[len(tokens) - self._start - self._budget :]
+        if self._inner is not None:  # a grammar lets nothing follow half a character
+            limit = len(tokens) - over
+            tails = (self._decode(tokens[max(place, limit - 3) : limit + more]) for more in range(min(over, 3) + 1))
+            whole = (more for more, tail in enumerate(tails) if not tail.endswith("\N{REPLACEMENT CHARACTER}"))
+            over -= next(whole, min(over + 1, 4))
+        return self._end[over:] if over >= 0 else []
 
     def _search(self, tokens: Sequence[int]) -> None:
-        """Find where the thought begins and ends; remembers what it knows of the same beginning."""
+        """Find where thoughts begin and end; remembers what it knows of the same beginning."""
         same = common_beginning(self._tokens, tokens, min(len(self._tokens), len(tokens)))
         if self._stop is not None and self._stop > same:
             self._stop = None
-        if self._opening and self._start is not None and self._start > same:
-            self._start = None
-        for place in range(same, len(tokens)):
+        while self._marks[-1][0] > same:
+            self._marks.pop()
+        for end in range(same + 1, len(tokens) + 1):
             if self._stop is not None:
                 break
-            if self._start is None:
-                text = self._decode(tokens[: place + 1]).lstrip()
-                if text.startswith(self._opening):
-                    self._start = place + 1
-                elif not self._opening.startswith(text):
-                    self._stop = place + 1
+            place, used, is_open = self._marks[-1]
+            latest = self._marks[-2][0] if not is_open and len(self._marks) > 1 else place  # position after an opening
+            recent = tokens[max(latest, end - self._mark_tokens) : end]
+            if is_open:
+                if self._form.closing_pattern.search(self._decode(recent)):
+                    self._marks.append((end, used + end - place, False))
+            elif self._form.anywhere:
+                if self._form.opening_pattern.search(self._decode(recent)):
+                    self._marks.append((end, used, True))
             else:
-                window = tokens[max(self._start, place + 1 - len(self._closing.encode())) : place + 1]
-                if self._closing in self._decode(window):
-                    self._stop = place + 1
+                text = self._decode(tokens[place:end]).lstrip()
+                if text.startswith(self._form.opening):
+                    self._marks.append((end, used, True))
+                elif not self._form.opening.startswith(text):
+                    self._stop = end
         self._tokens = list(tokens)

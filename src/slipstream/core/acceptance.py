@@ -226,7 +226,7 @@ def _distribution_at(p: Tensor, accepted: Tensor) -> Tensor:
 
 
 def _residual(p: Tensor, draft: Draft, scale: Tensor | None, accepted: Tensor) -> Tensor:
-    """[B, V] distribution of the next token: (scale p - q)+ normalised after a rejection, p where all were accepted.
+    """[B, V] distribution of the next token: (scale p - q)+ normalized after a rejection, p where all were accepted.
 
     If rounding leaves the residual without mass, it is p itself. scale: [B, K + 1] or None for 1.
     """

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.rng import Race, Stream
-from slipstream.core.types import Draft, Row, Verdict
+from slipstream.core.rounds import Seconds
+from slipstream.core.types import Draft, PromptImages, Row, Verdict
 
 
 class Sampler(Protocol):
@@ -49,8 +50,12 @@ class Sampler(Protocol):
         Entries that follow a draft token which the target would not have chosen are ignored.
         """
 
-    def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
-        """[B, J] one token per position from probs [B, J, V], keyed by (seed, stream, absolute position)."""
+    def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.DRAFT) -> Tensor:
+        """[B, J] one token per position from probs [B, J, V], keyed by (seed, stream, absolute position).
+
+        first: number of draft tokens before these positions. A draft with `Draft.probs` needs draws that are
+        independent of the target's, which come from Stream.TOKEN, and of each other: each token its own position.
+        """
 
     def leaders(self, scores: Tensor, first: int, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The tokens that would lead the race for position `first` if the target's scores [B, V] were these.
@@ -142,11 +147,26 @@ class Source:
     of_predictions: bool = False  # it drafts only for rows whose request predicts its output
 
 
+class PlainTimes(Protocol):
+    """Knows what steps take without drafts."""
+
+    def plain_seconds(self, lengths: Sequence[int], seconds: Seconds) -> float | None:
+        """Seconds that plain decoding would have taken for a step, about, prompts not counted; None if not measured.
+
+        lengths: number of draft tokens of each row; seconds: what the step took.
+        """
+
+
+@runtime_checkable
 class Policy(Protocol):
-    """Decides how much to draft, and from which source; only `observe` learns."""
+    """Decides how much to draft, and from which source; only `observe` learns.
+
+    A subclass need only define `lengths`.
+    """
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Learn from the newest round of each row (`row.rounds[-1]`); called once after every round."""
+        return None
 
     def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
         """Number of tokens to ask a source for, per row, at most room[i]; 0 keeps the row's `draft`.
@@ -156,9 +176,16 @@ class Policy(Protocol):
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft, cut where verifying more is not expected to pay."""
+        return draft
 
     def expects_drafts(self, row: Row) -> bool:
         """True if a draft model is expected to draft for a row, so that reading its prompt ahead pays."""
+        return True
+
+    @property
+    def plain_times(self) -> PlainTimes | None:
+        """What steps take without drafts, if the policy has measured that."""
+        return None
 
 
 class Grammar(Protocol):
@@ -277,6 +304,14 @@ class LongTexts(Protocol):
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
         """Called before forwards of a slot. is_long: its text is a long one."""
+
+
+@runtime_checkable
+class SeesImages(Protocol):
+    """Optional capability of a backend: it reads prompts with images."""
+
+    def show(self, slot: int, images: PromptImages | None) -> None:
+        """Called before forwards of a slot: these are the images of its text."""
 
 
 class Experts(Protocol):

@@ -14,13 +14,20 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend, Checkpoints, LongTexts, PromptLogits, set_attended_lengths
+from slipstream.core.interfaces import (
+    Backend,
+    Checkpoints,
+    LongTexts,
+    PromptLogits,
+    SeesImages,
+    set_attended_lengths,
+)
 from slipstream.core.trees import TreeForwards
 from slipstream.core.types import Row
 from slipstream.errors import SlipstreamError
 
 PROMPT_UNIT = 16  # where forward shapes are fixed, prompts are padded to multiples of this
-IDLE_CANDIDATES = 8  # least recently used idle slots, of which one may be overwritten to keep an ended row's cache
+IDLE_CANDIDATES = 16  # least recently used idle slots, of which one may be overwritten to keep an ended row's cache
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
 
 
@@ -80,6 +87,7 @@ class SlotState:
     branches: int = 0  # nodes of a draft tree that are stored after them, at places that are not their positions
     is_long: bool = False  # the forwards read the text as a long one (see `LongTexts`)
     begins_short: bool = False  # they read its beginning as a short one, before it became long
+    used_at: int = 0  # the prompt tokens that had been read, in all slots, when this one was last read into
 
     @property
     def is_idle(self) -> bool:
@@ -99,7 +107,7 @@ class SlotState:
         if self.row is row:
             return num_true
         # another row's slot: reuse the common beginning, but always leave one token to feed
-        return common_beginning(self.row.tokens, row.tokens, max(0, min(num_true, len(row.tokens) - 1)))
+        return common_prefix(self.row, row, max(0, min(num_true, len(row.tokens) - 1)))
 
 
 def common_beginning(first: Sequence[int], second: Sequence[int], limit: int) -> int:
@@ -112,6 +120,13 @@ def common_beginning(first: Sequence[int], second: Sequence[int], limit: int) ->
         else:
             high = middle - 1
     return low
+
+
+def common_prefix(first: Row, second: Row, limit: int) -> int:
+    """Length of the common prefix of two rows, at most `limit`; it ends where one has another image than the other."""
+    length = common_beginning(first.tokens, second.tokens, limit)
+    images, others = ({} if row.images is None else row.images.digests for row in (first, second))
+    return min([length, *(start for start in {**images, **others} if images.get(start) != others.get(start))])
 
 
 class CacheAudit:
@@ -153,6 +168,7 @@ class SlotTable:
 
     backend: Backend
     shapes: Shapes = EXACT_FIT
+    shows_images: bool = False  # the backend is the target's, and reads prompts with images
     states: list[SlotState] = field(default_factory=list)
     prefill_tokens: int = 0  # prompt tokens read so far
     audit: CacheAudit | None = None
@@ -179,8 +195,12 @@ class SlotTable:
 
     def is_far_behind(self, slot: int, row: Row) -> bool:
         """True if a slot lacks so many of a row's tokens that they are read in forwards of their own first."""
-        base = self.states[slot].base
-        return base == 0 or len(row.tokens) - base > CATCH_UP
+        base, blocks = self.states[slot].base, self.blocks(row)
+        return base == 0 or len(row.tokens) - base > CATCH_UP or (bool(blocks) and base < blocks[-1][1])
+
+    def blocks(self, row: Row) -> tuple[tuple[int, int], ...]:
+        """The images of a row whose tokens the model reads in one forward each."""
+        return row.images.blocks if self.shows_images and row.images is not None else ()
 
     def num_missing(self, slot: int, row: Row) -> int:
         """Upper bound on the committed tokens of a row that the next scoring forward is fed before its draft."""
@@ -203,13 +223,17 @@ class SlotTable:
     def read_chunk(self, slot: int, row: Row, end: int, prompt_logits: dict[int, Tensor]) -> None:
         """Read one chunk of a row's tokens; see `read`."""
         state = self.states[slot]
-        chunk = row.tokens[state.base : min(end, state.base + self.shapes.chunk)]
+        stop = min(end, state.base + self.shapes.chunk)
+        block = next((block for block in self.blocks(row) if state.base < block[1] and block[0] < stop), None)
+        if block is not None:
+            stop = block[0] if block[0] > state.base else block[1]
+        chunk = row.tokens[state.base : stop]
         width = self.shapes.prompt_width_for(len(chunk))
         inputs = torch.tensor([chunk + [0] * (width - len(chunk))], device=self.backend.device)
         self.mark_final(slot, min(state.base + len(chunk), len(row.tokens) - row.open_end))
         if self.audit:
             self.audit.write(slot, state.base, chunk)
-        if state.base + len(chunk) == len(row.tokens):
+        if stop == end == len(row.tokens):
             prompt_logits[slot] = self._logits_after(inputs, state.base, slot, len(chunk) - 1)
         else:
             self.forward(inputs, [state.base], slot, logits=False)
@@ -220,6 +244,7 @@ class SlotTable:
         state = self.states[slot]
         state.base = state.written = state.base + count
         self.prefill_tokens += count
+        state.used_at = self.prefill_tokens
 
     def _logits_after(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
         """Logits [1, 1, V] of one column, computed among as many columns as the narrowest forward has (same bits)."""
@@ -235,7 +260,7 @@ class SlotTable:
         Rows of a batch only ever move to lower slots, so a slot is never overwritten before it has been copied.
         """
         state, is_long = self.states[slot], False
-        if self.longest_short is not None:
+        if self.shows_images or self.longest_short is not None:
             is_long = self.set_reading(slot, row)
         if state.row is row:
             if state.is_long != is_long and not self._still_holds(state, row):
@@ -254,7 +279,16 @@ class SlotTable:
         self._save(slot, source, row)
         old, count = self.states[source], cached[source]
         begins_short = old.row is row and (old.begins_short or is_long > old.is_long)
-        new = SlotState(row, count, count, len(row.rounds), self.shapes, is_long=is_long, begins_short=begins_short)
+        new = SlotState(
+            row,
+            count,
+            count,
+            len(row.rounds),
+            self.shapes,
+            is_long=is_long,
+            begins_short=begins_short,
+            used_at=self.prefill_tokens,
+        )
         self.copy(source, slot, new)
         if source != slot and (old.row is row or (old.is_idle and not self._keep_value(source, row))):
             self.states[source] = SlotState()
@@ -271,17 +305,20 @@ class SlotTable:
             self.copy(slot, place, kept)
 
     def _keep_value(self, slot: int, entering: Row) -> int:
-        """Value of keeping an idle slot: higher the later it was used; 0 if no later request could reuse it."""
+        """Value of keeping an idle slot: higher the later it was used and the more tokens would have to be read again.
+
+        A prompt is kept until about as many other tokens have been read. 0 if no later request could reuse it.
+        """
         state = self.states[slot]
         if state.row is None or not state.is_idle:  # in use, or its row was abandoned before it ended
             return 0
         row, length = state.row, min(state.valid(state.row), state.row.prompt_length - 1)
         # the entering row has the same prompt, and its own slot will hold it soon
-        if entering.group == row.group and common_beginning(entering.tokens, row.tokens, length) >= length:
+        if entering.group == row.group and common_prefix(entering, row, length) >= length:
             return 0
         # another slot may hold the prompt as well
         others = (other for other in self.states if other is not state and other.row and other.row.group == row.group)
-        return 0 if any(other.valid(row) >= length for other in others) else 1 + state.last_step
+        return 0 if any(other.valid(row) >= length for other in others) else 1 + state.used_at + length
 
     def copy(self, source: int, slot: int, state: SlotState) -> None:
         """Make a slot hold what `state` describes, copied from `source`, which holds at least that."""
@@ -326,8 +363,11 @@ class SlotTable:
         return is_long and self._long_texts is not None and not self._long_texts.reads_anew
 
     def set_reading(self, slot: int, row: Row) -> bool:
-        """Before a forward of a slot: tell the model whether it reads the row's text as a long one; returns that."""
+        """Before a forward of a slot: tell the model of a row's images and whether its text is long; returns that."""
         is_long = self.is_long(row)
+        if self.shows_images:
+            assert isinstance(self.backend, SeesImages)
+            self.backend.show(slot, row.images)
         if self._long_texts is not None and self.longest_short is not None:
             self._long_texts.read_as(slot, is_long=is_long)
         return is_long
@@ -335,7 +375,9 @@ class SlotTable:
     def reusable_prefix(self, slot: int, row: Row) -> int:
         """Number of leading tokens of an entering row that may be copied from a slot."""
         state = self.states[slot]
-        owner, count = state.row, self.checkpoint(slot, state.valid(row))
+        count = state.valid(row)
+        count = next((first for first, end in self.blocks(row) if first < count < end), count)
+        owner, count = state.row, self.checkpoint(slot, count)
         if owner is row:
             return count if self._still_holds(state, row) else 0
         # the keys and values of the same tokens differ between long and short texts
@@ -349,7 +391,7 @@ class SlotTable:
             count = min(count, owner.prompt_length - 1)
             is_same_prompt = count == row.prompt_length - 1 == owner.prompt_length - 1
             if not is_same_prompt:
-                count -= count % self.shapes.reuse
+                count = 0 if self.blocks(row) or self.blocks(owner) else count - count % self.shapes.reuse
         return count
 
     def first_missing(self, slot: int, row: Row, width: int) -> int:
@@ -380,6 +422,7 @@ class SlotTable:
                 branches,
                 before.is_long,
                 before.begins_short,
+                before.used_at,
             )
 
     def forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:

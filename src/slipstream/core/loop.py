@@ -7,7 +7,7 @@ up to `slipstream.core.scheduler`. Read it from `Engine.step` on: what that call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import Rule, accept, rule_for
-from slipstream.core.interfaces import Grammar, Observer, Policy, Sampler, Source, counted_experts
+from slipstream.core.interfaces import Grammar, Observer, PlainTimes, Policy, Sampler, Source, counted_experts
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Race
 from slipstream.core.rounds import PREDICTION, Round, RowDraft, Seconds, TokenLogprobs, token_logprobs
@@ -102,13 +102,13 @@ class Engine:
         try:
             room = self._room(rows, forced)
             for source in sources:
-                wanted = self.policy.lengths(rows, source, draft, room)
+                lengths = self.policy.lengths(rows, source, draft, room)
                 for place, row in enumerate(rows):
                     if row.params.num_draft_tokens is not None and not draft.lengths[place]:
-                        wanted[place] = room[place]  # the request's own length, for the first source that has something
-                if any(wanted):  # tuples, so that a drafter cannot change the batch
-                    proposed = source.drafter.propose(tuple(rows), tuple(wanted), batch.sampler)
-                    kept = [not length for length in wanted]
+                        lengths[place] = room[place]  # the request's own length, for the first that has some
+                if any(lengths):  # tuples, so that a drafter cannot change the batch
+                    proposed = source.drafter.propose(tuple(rows), tuple(lengths), batch.sampler)
+                    kept = [not length for length in lengths]
                     if draft.width and not source.takes_forwards and proposed.probs is None:
                         # a model was asked as it promises more; a sampled draft may not be dropped for its tokens
                         promised = zip(draft.promised, proposed.promised, strict=True)
@@ -155,11 +155,11 @@ class Engine:
         """Rows that are decoded together, row i in slot i."""
         backend = self.target.backend
         sampler = self.make_sampler(rows, self._race, backend.vocab_size, backend.device)
-        return Batch(list(rows), sampler, self.target.table.longest_short, bool(self._observers), self.now)
+        longest_short, plain_times = self.target.table.longest_short, self.policy.plain_times
+        return Batch(list(rows), sampler, longest_short, bool(self._observers), self.now, plain_times)
 
-    def read_ahead(self, running: Sequence[Row], new: Sequence[Row], budget: int) -> None:
-        """Read about `budget` prompt tokens of rows that follow the running ones, with each model that needs them."""
-        slots = dict(enumerate(new, len(running)))
+    def read_ahead(self, running: Sequence[Row], slots: Mapping[int, Row], budget: int) -> None:
+        """Read about `budget` prompt tokens of new rows, by slot, with each model that needs them."""
         self.target.read_ahead(slots, budget)
         if self.draft_session is None:
             return
@@ -212,6 +212,7 @@ class Batch:
     longest_short: int | None = None  # see `LongTexts`; None if texts of any length are read alike
     is_observed: bool = False  # a drafter reads the target's logits
     now: Callable[[], float] = perf_counter
+    plain_times: PlainTimes | None = None
     logits: Tensor | None = None  # the target's in this round, [B, K + 1, V], if a row asks for log-probabilities
 
     def __post_init__(self) -> None:
@@ -239,7 +240,9 @@ class Batch:
             except Exception as error:  # from a stop check, say; committed tokens cannot be decoded again
                 row.fail(error)
         self.logits = None
-        seconds = times.seconds(accepted, self.now())
+        seconds, plain_seconds = times.seconds(accepted, self.now()), None
+        if self.plain_times is not None and seconds.verify:
+            plain_seconds = self.plain_times.plain_seconds(draft.lengths, seconds)
         for row, start, outcome, row_logprobs in zip(self.rows, starts, outcomes, logprobs, strict=True):
             tokens, origin, path = tuple(row.tokens[start:]), outcome.origin, outcome.path
             predicted = (len(outcome.draft) - sum(origin.forced)) * (origin.source == PREDICTION)
@@ -262,6 +265,7 @@ class Batch:
                     path=None if path is None else path[: len(tokens)],
                     num_prediction_tokens=predicted if row.prediction else None,
                     experts_read=experts_read,
+                    plain_seconds=plain_seconds,
                 )
             )
         return [row.rounds[-1] for row in self.rows]

@@ -113,7 +113,7 @@ class Race:
         return _exponential((self._steps if tokens is None else self._steps[tokens]) + _signed(bits & _MASK))
 
     def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
-        """One token per distribution. probs: [N, V] float32, rows need not be normalised -> [N] int64.
+        """One token per distribution. probs: [N, V] float32, rows need not be normalized -> [N] int64.
 
         keys: N of them, whole numbers or an int64 tensor of their bits on the device of `probs`.
         """

@@ -88,6 +88,9 @@ class Round:
     # distinct experts that the step's forward read in a layer, on average over the layers; None for a dense model, and
     # where the token comes from reading the prompt
     experts_read: float | None = None
+    # of the whole step, as plain decoding would have taken it, about; None if not measured, or for a token that comes
+    # from reading the prompt
+    plain_seconds: float | None = None
 
     @property
     def forced(self) -> tuple[int, int]:

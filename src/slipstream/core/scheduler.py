@@ -15,6 +15,8 @@ from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
 PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
+IDLE_BUDGETS = 8  # budgets that a step reads while no row is being decoded, but others may come
+QUICK_SHARE = 4  # a row that lacks this share of what the first one lacks is read in every other step
 
 
 class Scheduler:
@@ -23,8 +25,9 @@ class Scheduler:
     prompt_budget: tokens of new prompts that each model reads in a step while other rows are being decoded, rounded up
     to a whole chunk, and multiplied where more rows are new than running. A longer prompt is read over several steps,
     so it delays the others by a bounded time in each.
-    num_slots: the least number of KV cache slots; those without a row keep the prompts of ended rows, the most recently
-    used ones longest.
+    num_slots: the least number of KV cache slots; those without a row keep the prompts of ended rows, long and recently
+    used ones longest. With more slots than places, rows are expected to come at any time: prompts are read in the last
+    slots, so that rows with little to read can pass them, and in several steps even while no row is decoded.
     lock, turn: make the contexts that a step enters (turn) and every other call (lock), for schedulers and models that
     several threads use.
     """
@@ -40,9 +43,12 @@ class Scheduler:
     ) -> None:
         self.engine, self.max_batch_size, self.prompt_budget = engine, max_batch_size, prompt_budget
         self.num_slots, self._lock, self._turn = num_slots, lock, turn
+        self._expects_rows = num_slots > max_batch_size  # at any time
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._reading: list[Row] = []
+        self._reading_slots: dict[Row, int] = {}
+        self._may_pass = False  # the next step reads a row that has little to read before the first one
         self._reserved: list[Row] = []
         self._room = prompt_budget  # prompt tokens that the current step may still read
         self._batch: Batch | None = None
@@ -72,6 +78,9 @@ class Scheduler:
     def _step(self) -> list[Round]:
         self._admit()
         if not self._running:
+            if self._reading:
+                self._reserve()
+                self._read_ahead()
             return []
         if self._reserved != self._running + self._reading:
             self._reserve()
@@ -89,7 +98,7 @@ class Scheduler:
         """Add rows and step until none is left."""
         for row in rows:
             self.add(row)
-        while rounds := self.step():
+        while (rounds := self.step()) or (self._expects_rows and self.unfinished):  # a step may only read prompts
             yield from rounds
 
     def _admit(self) -> None:
@@ -101,9 +110,11 @@ class Scheduler:
         running = sum(row.finish_reason is None for row in self._running)
         new = min(len(self._waiting) + len(self._reading), self.max_batch_size - running)
         self._room = self.prompt_budget * max(1, new // max(1, running))
+        if self._expects_rows and not running:
+            self._room = self.prompt_budget * max(IDLE_BUDGETS, new)
         self._fill_places_of_ended()
         self._begin_waiting()
-        if not any(row.rounds for row in self._running):
+        if not any(row.rounds for row in self._running) and not self._expects_rows:
             # no running row would be delayed, so all rows that have a place begin together
             self._running, self._reading = self._running + self._reading, []
 
@@ -112,30 +123,52 @@ class Scheduler:
         while place < len(self._running):
             if self._running[place].finish_reason is None:
                 place += 1
-            elif not self._reading and self._waiting and self._is_short(self._waiting[0]):
+            elif self._waiting and self._is_short(self._waiting[0]):
                 self._running[place] = self._waiting.popleft()
-                self._room -= self._running[place].prompt_length
+                self._room -= self._unread(self._running[place])
             elif place == len(self._running) - 1:
                 self._running.pop()
             else:  # running rows occupy the first slots, so the last one moves down
                 self._running[place] = self._running.pop()
 
     def _begin_waiting(self) -> None:
-        while self._reading and self.engine.has_read(self._reading[0], self._running):
-            self._running.append(self._reading.pop(0))
+        for row in list(self._reading):
+            if self.engine.has_read(row, self._running):
+                self._reading.remove(row)
+                self._running.append(row)
+            elif not self._expects_rows:  # the row after it is in the next slot
+                break
         while self._waiting and len(self._running) + len(self._reading) < self.max_batch_size:
             row = self._waiting.popleft()
-            # after a prompt that is read in pieces, even a short one waits its turn
-            delays = bool(self._reading) or not self._is_short(row)
-            (self._reading if delays else self._running).append(row)
-            self._room -= 0 if delays else row.prompt_length
+            is_short = self._is_short(row)
+            self._room -= self._unread(row) if is_short else 0
+            (self._running if is_short else self._reading).append(row)
+
+    def _unread(self, row: Row) -> int:
+        """Tokens of a row's prompt that are not cached."""
+        return row.prompt_length - (self.engine.target.num_cached(row) if self._expects_rows else 0)
 
     def _is_short(self, row: Row) -> bool:
         """True if the current step can read the row's whole prompt in addition to those of the rows it has admitted."""
-        return row.prompt_length <= self._room
+        if not self._reading:
+            return self._unread(row) <= self._room
+        # a row may pass those that are read in pieces unless it takes their slots, and leaves them half a step
+        return self._expects_rows and self._unread(row) <= self._room - self.prompt_budget // 2
 
     def _read_ahead(self) -> None:
-        self.engine.read_ahead(self._running, self._reading, self._room)
+        rows = self._reading
+        if not self._expects_rows:
+            self.engine.read_ahead(self._running, dict(enumerate(rows, len(self._running))), self._room)
+            return
+        kept = {row: slot for row, slot in self._reading_slots.items() if row in rows and slot >= len(self._running)}
+        free = [slot for slot in range(self.num_slots) if slot not in kept.values()]
+        self._reading_slots = {row: kept[row] if row in kept else free.pop() for row in rows}
+        # rows that lack a common beginning lack about the same, so none passes the one that reads it for all
+        limit = self._unread(rows[0]) // QUICK_SHARE
+        quick = next((row for row in rows if self._may_pass and self._unread(row) <= limit), rows[0])
+        self._may_pass = not self._may_pass
+        ordered = [quick, *(row for row in rows if row is not quick)]
+        self.engine.read_ahead(self._running, {self._reading_slots[row]: row for row in ordered}, self._room)
 
     def _reserve(self) -> None:
         """Make room in the caches for the admitted rows."""

@@ -27,11 +27,18 @@ from slipstream.core.types import Draft, Row, Verdict
 class Session(DraftScorer):
     """Scores tokens with one model for any number of rows; row i of a call uses slot i of the KV cache.
 
-    layout: how rows of different length share a forward.
+    layout: how rows of different length share a forward. shows_images: the model sees the images of prompts.
     """
 
-    def __init__(self, backend: Backend, shapes: Shapes = EXACT_FIT, layout: BatchLayout | None = None) -> None:
-        self.backend, self.table = backend, SlotTable(backend, shapes)
+    def __init__(
+        self,
+        backend: Backend,
+        shapes: Shapes = EXACT_FIT,
+        layout: BatchLayout | None = None,
+        *,
+        shows_images: bool = False,
+    ) -> None:
+        self.backend, self.table = backend, SlotTable(backend, shapes, shows_images)
         self.layout = Rectangle() if layout is None else layout
         self._trees = backend if isinstance(backend, TreeForwards) else None
 
@@ -89,6 +96,8 @@ class Session(DraftScorer):
         """
         table, room = self.table, budget
         for slot, row in rows.items():
+            if room <= 0:
+                return  # the next row begins later, when it can copy what the rows before it have read
             table.assign_slot(slot, row)
             while room > 0 and not self.has_read(row, slot):
                 end, before, base = len(row.tokens) - 1, table.prefill_tokens, table.states[slot].base
@@ -103,6 +112,10 @@ class Session(DraftScorer):
         """True if a row's prompt is cached, except for its last token, in a slot; None: in any slot."""
         states = self.slot_states if slot is None else [self.slot_states[slot]]
         return any(state.row is row and state.base >= len(row.tokens) - 1 for state in states)
+
+    def num_cached(self, row: Row) -> int:
+        """Tokens of a row that need not be read: those cached for it, or those it can copy."""
+        return max((self.table.reusable_prefix(slot, row) for slot in range(len(self.slot_states))), default=0)
 
     def holds(self, row: Row) -> bool:
         """True if any token of this row is cached."""

@@ -5,7 +5,7 @@ This module knows neither models nor sampling. Shapes: B rows, K the widest draf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -157,38 +157,40 @@ class Verdict:
     path: Tensor | None = None  # [B, K], for a tree: numbers of the accepted tokens, accepted[i] of row i, then padding
 
 
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The images of a prompt, as the target reads them."""
+
+    digests: Mapping[int, str]  # by the position of an image's first token, the digest of its pixels
+    places: Tensor  # [N] ascending; positions of tokens that only stand for a part of an image
+    features: Tensor  # [N, H] what enters the first decoder layer there
+    rotations: Tensor | None = None  # [3, prompt's length] rotary positions, if they are not the tokens' positions
+    blocks: tuple[tuple[int, int], ...] = ()  # first and end of those that see each other, and are read in one forward
+
+
 @dataclass(eq=False)
 class Row:
-    """One sequence: its committed tokens (the only truth about it), its options and its rounds so far.
-
-    find_stop: called with the tokens of a round up to the first other end, and the number (from 1) of the first of them
-    that may end the row; returns the number of the first of these that completes a stop, None if there is none.
-    error: why the row failed, with finish reason "error".
-    messages: the chat that the prompt was rendered from, for draft models with a chat format of their own.
-    open_end: trailing tokens that may still change, or are read again.
-    prediction: token ids that the output will probably resemble.
-    call_rows: all rows of a call that returns when the last of them has ended.
-    constraint: the grammar or schema that the text must match; only the sampler knows what this object means.
-    group: rows of different groups share no cached tokens and no learned texts, only averages of acceptance and cost.
-    text: the output as text, if it is read as it grows; only `text/` knows what this object means.
-    """
+    """One sequence: its committed tokens (the only truth about it), its options and its rounds so far."""
 
     index: int
     tokens: list[int]
     params: RequestOptions
     seed: int
     end_ids: frozenset[int] = frozenset()
+    # called with the tokens of a round up to the first other end, and the number (from 1) of the first of them that may
+    # end the row; returns the number of the first of these that completes a stop, None if there is none
     find_stop: Callable[[Sequence[int], int], int | None] | None = None
     rounds: list[Round] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: Exception | None = None
-    messages: Sequence[Any] | None = None
-    open_end: int = 1
-    prediction: Sequence[int] = ()
-    call_rows: Sequence[Row] = ()
-    constraint: object | None = None
-    group: str = ""
-    text: object | None = None
+    error: Exception | None = None  # why the row failed, with finish reason "error"
+    messages: Sequence[Any] | None = None  # the chat that the prompt was rendered from, for draft models' own templates
+    open_end: int = 1  # trailing tokens that may still change, or are read again
+    prediction: Sequence[int] = ()  # token ids that the output will probably resemble
+    call_rows: Sequence[Row] = ()  # all rows of a call that returns when the last of them has ended
+    constraint: object | None = None  # the grammar that the text must match; only the sampler knows what it means
+    group: str = ""  # rows of different groups share only averages of acceptance and cost: no cache, no learned texts
+    text: object | None = None  # the output as text, if it is read as it grows; only `text/` knows what it means
+    images: PromptImages | None = None  # of the prompt; only the target sees them
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -269,4 +271,4 @@ class Declared(Protocol):
 
     @property
     def traits(self) -> Traits:
-        """Its properties."""
+        """The traits that it declares."""

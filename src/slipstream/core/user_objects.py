@@ -1,4 +1,4 @@
-"""Drafters and acceptance rules of a user's own, named `module:Name` or by an entry point."""
+"""Drafters, acceptance rules and policies of a user's own, named `module:Name` or by an entry point."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from typing import Any
 from slipstream.errors import UsageError, did_you_mean, with_class
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-GROUPS = {"drafter": "slipstream.drafters", "acceptance": "slipstream.acceptance_rules"}  # of entry points
+# of entry points, by the setting that names the object
+GROUPS = {
+    "drafter": "slipstream.drafters",
+    "acceptance": "slipstream.acceptance_rules",
+    "num_draft_tokens": "slipstream.policies",
+}
 
 
 def is_users(field: str, text: str) -> bool:

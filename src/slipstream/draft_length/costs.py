@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import exp, log
 from statistics import median
 
+from slipstream.core.rounds import Seconds
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import Yield
@@ -148,6 +149,20 @@ class CostModel:
             calibrated += self._expert_milliseconds(shape)
             self._verify_seconds[key] = self._seconds(calibrated) * exp(self._corrections.get(shape, 0.0))
         return self._verify_seconds[key]
+
+    def plain_seconds(self, lengths: Sequence[int], seconds: Seconds) -> float | None:
+        """Seconds of a step without its drafts, of `lengths` tokens; None without a calibration.
+
+        seconds: what the step took. The forward is scaled by the ratio of the two shapes' seconds, so that a slow
+        moment of the machine counts for both.
+        """
+        if len(self.measured) < 2:
+            return None
+        plain = self.verify(len(lengths), 0)
+        if not self.timed:
+            return plain
+        others = seconds.total - seconds.prefill - seconds.draft - seconds.verify
+        return others + seconds.verify * plain / self.verify(len(lengths), max(lengths), sum(lengths))
 
     def _forward(self, rows: int, longest: int, drafted: int) -> tuple[tuple[int, int], float]:
         key = rows, longest, drafted

@@ -1,4 +1,4 @@
-"""Chooses which source drafts for each row, and how many tokens, to maximise expected tokens per second.
+"""Chooses which source drafts for each row, and how many tokens, to maximize expected tokens per second.
 
 A text lookup offers tokens and estimates how likely its 1st, 2nd, ... is to be accepted; for a draft model the planner
 knows how many tokens it usually drafts, and how many are accepted. A row takes the draft model where that promises more
@@ -7,7 +7,7 @@ batch's expected tokens per second highest (`worth_verifying`). Likelihoods are 
 by this row (`acceptance_model.py`); seconds are the calibration, corrected by what rounds took (`costs.py`). If a draft
 model must read a text first, that time must be saved on the tokens that the text is expected to have left. A source
 that was passed over is tried in the 4th round, then after 8, 16, ... 64 rounds while that brings nothing. A draft model
-that has not read the text of a row that runs alone is tried after as many texts instead.
+that has not read the text of a row that runs alone is tried when reading takes little of the time spent without it.
 
 Dropping a sampled token because of what it is would bias the text, so a sampled draft is never shortened afterwards: it
 only stops growing. `observe` learns; everything else answers and changes nothing.
@@ -39,8 +39,9 @@ SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried a
 OWN_TOKENS, ALL_TOKENS = 16, 128
 SEARCHES = 32  # the seconds that searches take and save are averaged over this many searches of a row
 PACED = 12  # a row's pace is estimated as if it had had this many more rounds, of one token each
+TRIAL = 0.05  # to be tried again, a draft model may read for this share of the time that was spent without it
 SPREAD = 0.07  # of the longest row's rounds: how far drafts move rows apart
-PRIOR_TOKENS = 64.0  # tokens of a text, before any has ended
+TYPICAL = 64.0  # tokens after which a text is expected to end, if its limit is not reached before
 
 
 @contextmanager
@@ -77,15 +78,15 @@ class Worth(NamedTuple):
         return list(accumulate(map(mul, worths, probs), min))
 
 
-def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typical: float = 1e9) -> list[Worth]:
+def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float]) -> list[Worth]:
     """The value of one more token, for each row.
 
     For a caller who waits for all rows of a call, one more token of the row that ends last saves a whole round; one of
     any other row saves only that row's part of a round. So drafts that put a row ahead of the others are hardly worth
-    verifying, and those of the row behind are worth more than usual. Everywhere else tokens are worth the same.
+    verifying, and those of the row behind are worth more than usual. Everywhere else tokens are worth the same. The
+    further limits are beyond a typical length, the less is known about which row ends last.
 
-    seconds: number of rows -> seconds of a forward without drafts. typical: tokens after which texts end by themselves;
-    the further limits are beyond that, the less is known about which row ends last.
+    seconds: number of rows -> seconds of a forward without drafts.
     """
     call = rows[0].call_rows if rows else ()
     if len(rows) < 2 or not call or any(row.call_rows is not call for row in rows):
@@ -93,12 +94,12 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
     if any(not row.rounds and row.finish_reason is None for row in call):  # a row of the call waits for a place
         return [Worth()] * len(rows)
     paces = [(len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]  # rounds per token
-    tokens_left = [0 if row.finish_reason else min(row.remaining, typical) for row in rows]
+    tokens_left = [0 if row.finish_reason else min(row.remaining, TYPICAL) for row in rows]
     rounds_left = [tokens * pace for tokens, pace in zip(tokens_left, paces, strict=True)]
     total, longest = seconds(len(rows)), max(1.0, *rounds_left)
     base = min(1.0, max(0.0, (total - seconds(len(rows) - 1)) * len(rows) / total))
     # where texts end long before their limits, their ends are spread as far as they are long
-    open_ended = max(0.0, 1 - typical / max(1, *(row.remaining for row in rows)))
+    open_ended = max(0.0, 1 - TYPICAL / max(1, *(row.remaining for row in rows)))
     spread = (SPREAD + open_ended) * longest
     weights = [exp((rounds - longest) / spread) for rounds in rounds_left]  # relative chances of ending last
     return [Worth(base, (1 - base) * len(rows) * weight / sum(weights), spread) for weight in weights]
@@ -109,35 +110,8 @@ def lengths_without_costs(lengths: Sequence[int], draft: Draft, room: Sequence[i
 
     It must be expected to add 1.2 tokens, or 60 % of a short draft.
     """
-    wanted = map(min, lengths, room)
-    return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(wanted, draft.promised, strict=True)]
-
-
-class TextLengths:
-    """Estimates how long texts are, as if every token were as likely to end its text as any other."""
-
-    def __init__(self) -> None:
-        self._tokens, self._ends = PRIOR_TOKENS * 0.5, 0.5  # the prior counts as half a text
-
-    def learn(self, rows: Sequence[Row]) -> None:
-        """Learn from the newest round of each row; a text that was cut off has not ended."""
-        for row in rows:
-            if not row.rounds:  # it failed before its first round
-                continue
-            self._tokens += len(row.rounds[-1].tokens)
-            self._ends += row.finish_reason == "stop"
-            if row.finish_reason is not None:  # a running sum over about 32 texts
-                self._tokens *= 1 - 1 / 32
-                self._ends *= 1 - 1 / 32
-
-    @property
-    def typical(self) -> float:
-        """Mean number of tokens of a text that ends by itself."""
-        return self._tokens / self._ends
-
-    def expected(self, row: Row) -> float:
-        """Tokens that the row's text is expected to have left."""
-        return min(row.remaining, self.typical)
+    limited = map(min, lengths, room)
+    return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(limited, draft.promised, strict=True)]
 
 
 @dataclass
@@ -189,10 +163,9 @@ class Planner:
     has_cached: Callable[[Row], bool] = lambda row: False  # the draft model has read the row's tokens ahead
     to_read: Callable[[Row], int] = lambda row: len(row.tokens)  # tokens of a row that the draft model reads
     model_drafts: ModelDrafts = field(init=False)
-    text_lengths: TextLengths = field(default_factory=TextLengths)
     _positions: Positions = field(init=False)  # for retrieval drafts without acceptance probabilities
     _rows: WeakKeyDictionary[Row, RowPlan] = field(default_factory=WeakKeyDictionary)
-    _unread: Pause = field(default_factory=Pause)  # counts texts that the draft model has not read, not rounds
+    _unread_seconds: float = 0.0  # spent on rows that ran alone since the draft model last read one
     _read: WeakSet[Row] = field(default_factory=WeakSet)
     _share_left: float = 1.0  # of new rows, see `RowPlan`
     # running means, per row: what a search for retrieval drafts takes, and what its drafts save after the cost of
@@ -207,7 +180,6 @@ class Planner:
         """Learn from the newest round of each row, which may have been its last."""
         if self.is_plain and not any(row.prediction for row in rows):
             return
-        self.text_lengths.learn(rows)
         rows = [row for row in rows if row.rounds]
         drafted = [row for row in rows if self._is_of_model(row.rounds[-1])]
         new = [row for row in drafted if self.reads and row not in self._read]
@@ -306,6 +278,11 @@ class Planner:
         ]
         return draft.cut(lengths)
 
+    @property
+    def plain_times(self) -> CostModel | None:
+        """The measured costs; None where nothing is drafted that they could be compared with."""
+        return None if self.is_plain else self.costs
+
     def expects_drafts(self, row: Row) -> bool:
         """True if the draft model would save a row that is alone more time than reading its tokens takes."""
         rate = self.costs.rate([self.model_drafts.of(row)], 1, [])
@@ -315,11 +292,14 @@ class Planner:
         """True if drafting with the model, at `rate`, saves more time than reading the rows it has not read takes."""
         unread = sum(self.to_read(row) for row in drafting if not self._has_read(row))
         # tokens that retrieval does not leave to the draft model save nothing
-        tokens = fmean(self._plan_of(row).share_left for row in drafting) * sum(map(self.text_lengths.expected, rows))
-        if unread and len(rows) == 1 and self._unread.is_due:
+        tokens = fmean(self._plan_of(row).share_left for row in drafting) * sum(
+            min(row.remaining, TYPICAL) for row in rows
+        )
+        reading = self.costs.reading(unread)
+        if unread and len(rows) == 1 and reading < TRIAL * self._unread_seconds:
             return True
         # reading must save half as much again as it takes, as the text's length is a guess
-        return tokens / rate + 1.5 * self.costs.reading(unread) < tokens / other_rate
+        return tokens / rate + 1.5 * reading < tokens / other_rate
 
     def _offers(self, rows: Sequence[Row], draft: Draft) -> list[Sequence[float] | None]:
         """Each row's acceptance probabilities; None for drafts that must not be cut."""
@@ -360,10 +340,11 @@ class Planner:
             self._share_left += min(1.0, len(newest.tokens) / ALL_TOKENS) * (is_left - self._share_left)
         if newest.num_rows > 1 or not self.reads or not self.has_model:
             return
-        if not self._has_read(row):
-            self.model_drafts.relax()
-        if row.finish_reason is not None:
-            self._unread.observe(drafted=self._has_read(row), accepted=0)
+        if self._has_read(row):
+            self._unread_seconds = 0.0
+            return
+        self.model_drafts.relax()
+        self._unread_seconds += newest.seconds.total
 
     def _learn_retrieval(self, row: Row, plan: RowPlan) -> None:
         newest = row.rounds[-1].without_forced
@@ -402,7 +383,7 @@ class Planner:
         return RowPlan(share_left=self._share_left) if plan is None else plan
 
     def _worth(self, rows: Sequence[Row]) -> list[Worth]:
-        return worth_of_tokens(rows, partial(self.costs.verify, longest=0), self.text_lengths.typical)
+        return worth_of_tokens(rows, partial(self.costs.verify, longest=0))
 
     def _has_read(self, row: Row) -> bool:
         return not self.reads or row in self._read or self.has_cached(row)

@@ -168,8 +168,14 @@ def sources(text: str, setup: Setup) -> list[Source]:
 
 
 def summary(text: str) -> str:
-    """One line on what a drafter does: the first of its module's docstring."""
+    """One line on what a drafter does: the first of its module's docstring; of a user's, that of the object."""
     check_name(text)
+    if is_of_user(text):
+        return (
+            str(user_object("drafter", text).__doc__ or f"a drafter from outside the package, {text}")
+            .partition("\n")[0]
+            .rstrip(".")
+        )
     return str(_module(text).__doc__).partition("\n")[0].rstrip(".")
 
 

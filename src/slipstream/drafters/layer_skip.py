@@ -38,7 +38,7 @@ class SharedCacheSession(DraftScorer):
 
     def __init__(self, target: Session, layers: Sequence[int]) -> None:
         """layers: numbers from 0 on, rising."""
-        self._target, self._layers = target, Session(layer_subset(target.backend, layers))
+        self._target, self._layers = target, Session(layered(target.backend).layer_subset(layers))
         self.backend = self._layers.backend
         self._layers.table.audit = target.table.audit  # one cache, one audit
 
@@ -65,20 +65,21 @@ def first_share(count: int) -> tuple[int, ...]:
     return tuple(range(max(1, min(count - 1, round(SHARE * count)))))
 
 
-def parse_layers(text: str, backend: Backend) -> tuple[int, ...]:
-    """Layer numbers from their spelling: "8" are the first 8 layers, "0-7,12" the numbers 0 to 7 and 12."""
-    count = num_layers(backend)
+def parse_layers(text: str, count: int) -> tuple[int, ...]:
+    """Numbers of some of `count` layers: "8" are the first 8, "0-7,12" the numbers 0 to 7 and 12."""
     if text.isdigit():
         if not 1 <= int(text) <= count:
             raise UsageError(f"drafter='layer_skip:{text}'; allowed: from 1 to {count} layers")
         return tuple(range(int(text)))
-    spans = [part.partition("-") for part in text.split(",")]
-    layers = tuple(i for first, _, last in spans for i in range(int(first), int(last or first) + 1))
-    reversed_spans = any(last and int(last) < int(first) for first, _, last in spans)
-    if reversed_spans or not set(layers) <= set(range(count)):
-        raise UsageError(f"drafter='layer_skip:{text}'; allowed: layers from 0 to {count - 1}, lower numbers first")
-    check_layers(layers, count)
-    return layers
+    layers: list[int] = []
+    for first, _, last in (part.partition("-") for part in text.split(",")):
+        span = range(int(first), int(last or first) + 1)
+        if not span or span[-1] >= count or (layers and span[0] <= layers[-1]):
+            raise UsageError(
+                f"drafter='layer_skip:{text}'; allowed: layers from 0 to {count - 1}, each once, lower numbers first"
+            )
+        layers += span
+    return tuple(layers)
 
 
 def build(setup: Setup, argument: str) -> ModelDrafter:
@@ -96,34 +97,18 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
         raise UsageError(
             "drafter='layer_skip' drafts with the target's layers; allowed: a setup with the target's session"
         )
-    backend = setup.target.backend
-    layers = first_share(num_layers(backend)) if match[1] is None else parse_layers(match[1], backend)
+    count = layered(setup.target.backend).num_layers
+    layers = first_share(count) if match[1] is None else parse_layers(match[1], count)
     percent = match[2] or match[3]
     session = SharedCacheSession(setup.target, layers)
     return ModelDrafter(session, setup.vocab_size, setup.coupled, stop_for(setup, int(percent) if percent else None))
 
 
-def num_layers(backend: Backend) -> int:
-    """Number of layers to choose from; for the toy, of the lengths of context that it mixes."""
-    return _layered(backend).num_layers
-
-
-def layer_subset(backend: Backend, layers: Sequence[int]) -> Backend:
-    """A backend of the given layers of a model; see `LayerSubsets.layer_subset`."""
-    check_layers(layers, num_layers(backend))
-    return _layered(backend).layer_subset(layers)
-
-
-def _layered(backend: Backend) -> LayerSubsets:
+def layered(backend: Backend) -> LayerSubsets:
+    """A backend that can run with some of its layers; UsageError for others."""
     if not isinstance(backend, LayerSubsets):
         raise UsageError(
             f"drafter='layer_skip': {type(backend).__name__} cannot run with some of its layers; allowed: models whose "
             "KV cache is written by position, toy, or another drafter"
         )
     return backend
-
-
-def check_layers(layers: Sequence[int], count: int) -> None:
-    """Refuse layers that a model of `count` layers does not have, or not in this order."""
-    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= count:
-        raise UsageError(f"layers {list(layers)}; allowed: at least one of 0 to {count - 1}, each once, ascending")

@@ -150,8 +150,7 @@ class _Table:
 class NgramTableDrafter:
     """Counts n-grams of `shortest` to `longest` tokens in the row's prompt and output; costs microseconds per token.
 
-    fill: where no context of two tokens is known, go on with what the target has ranked highest after the last token
-    so far. Drafts are one-hot. A row's table is dropped with the row; it covers at most the row's last 131,072 tokens
+    Drafts are one-hot. A row's table is dropped with the row; it covers at most the row's last 131,072 tokens
     and takes up to 150 bytes per n-gram size and token (80 MB at worst with the default sizes). Real text repeats
     itself and takes less.
     """
@@ -159,6 +158,7 @@ class NgramTableDrafter:
     vocab_size: int
     longest: int = LONGEST
     shortest: int = SHORTEST
+    # where no context of two tokens is known, go on with what the target has ranked highest after the last token so far
     fill: bool = False
     acceptance_model: AcceptanceModel | None = None
     branches: int = 0

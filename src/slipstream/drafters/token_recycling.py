@@ -84,16 +84,13 @@ class TokenRecyclingDrafter:
     Every row has its own table, which first learns the text as it stands at the first draft; what the target ranked in
     any row goes into a shared table as well. Contexts of two and three tokens are looked up before single ones, and in
     the row's table before the shared one. Drafts are one-hot. A table holds at most 2 * SPAN contexts.
-    width: alternatives stored per context. acceptance_model: if set, drafts have acceptance probabilities, learned from
-    earlier tokens of their kinds. branches: alternatives proposed next to the best of each place. fixed_tree: a chain
-    with as many alternatives next to each token as the user asked for.
     """
 
     vocab_size: int
-    width: int = WIDTH
-    acceptance_model: AcceptanceModel | None = None
-    branches: int = 0
-    fixed_tree: bool = False
+    width: int = WIDTH  # alternatives stored per context
+    acceptance_model: AcceptanceModel | None = None  # gives drafts acceptance probabilities, learned from their kinds
+    branches: int = 0  # alternatives proposed next to the best of each place
+    fixed_tree: bool = False  # a chain with as many alternatives next to each token as the user asked for
     _guesses: WeakKeyDictionary[Row, tuple[int, list[Node]]] = field(default_factory=WeakKeyDictionary, repr=False)
     _row_tables: WeakKeyDictionary[Row, FollowerTable] = field(default_factory=WeakKeyDictionary, repr=False)
 

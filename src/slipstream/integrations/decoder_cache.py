@@ -32,7 +32,7 @@ class DecoderSettings:
 
 
 class _DecoderInsideGenerate(SpeculativeDecoder):
-    _warns_of_unread_settings = False
+    _reads_model_settings = False  # `generate` has read them
 
 
 @dataclass(frozen=True, eq=False)

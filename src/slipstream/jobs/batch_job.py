@@ -74,11 +74,12 @@ class JobState:
     """
 
     def __init__(self, files: JobFiles, digests: RequestDigest, report: JobReport, fingerprint: str = "") -> None:
-        self._files, self._digests, self.report, self._fingerprint = files, digests, report, fingerprint
+        self._files, self._digests, self.report, self._fingerprint = files, digests, report, ""
         self._begun = monotonic()
         self._output = JobOutput(files.output)
         try:
             refusals = self._survey()
+            self.expect(fingerprint)
             self._errors = ErrorFile(files.errors)  # deletes the last run's; by now the job is known to be the same
             for line, refusal in refusals:
                 self.refuse(line, refusal)
@@ -102,7 +103,7 @@ class JobState:
 
     def expect(self, fingerprint: str) -> None:
         """Note the model's fingerprint, once it is known; UsageError if earlier answers came from another model."""
-        if not self._fingerprint:
+        if fingerprint and not self._fingerprint:
             self._fingerprint = fingerprint
             for answer in self._output.answered.values():
                 if answer.fingerprint != fingerprint:
@@ -144,20 +145,14 @@ class JobState:
             self._digests.check(line)
             lines_by_id[key] = line.number
             if key in answered:
-                self._check_answer(line, key)
+                if answered[key].digest != self._digests.digest(line):
+                    what = f"id {key!r:.80} has been answered to another request, or under other options"
+                    raise self._of_another_job(answered[key].number, what)
                 self.report.answered_before += 1
         for key, answer in answered.items():
             if key not in lines_by_id:
                 raise self._of_another_job(answer.number, f"id {key!r:.80} is not in {self._files.lines.name!r}")
         return refusals
-
-    def _check_answer(self, line: Line, key: str) -> None:
-        answer = self._output.answered[key]
-        if self._fingerprint and answer.fingerprint != self._fingerprint:
-            raise self._of_another_model(answer.number, answer.fingerprint, self._fingerprint)
-        if answer.digest != self._digests.digest(line):
-            what = f"id {key!r:.80} has been answered to another request, or under other options"
-            raise self._of_another_job(answer.number, what)
 
     def _of_another_job(self, number: int | None, why: str) -> UsageError:
         place = "" if number is None else f", line {number}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from slipstream.checks import is_text, why_no_file, why_no_folder
 from slipstream.constraints.grammar_text import nesting
@@ -47,32 +48,26 @@ def is_openai(item: Mapping[str, Any]) -> bool:
     return not item.keys().isdisjoint(("custom_id", "url", "body"))
 
 
-class Lines(Protocol):
-    """The lines of a job in order, without blank ones; can be read more than once."""
+class Lines:
+    """The lines of a job in order, without blank ones; can be read more than once.
 
-    @property
-    def name(self) -> str: ...  # of the file, for messages
-    def __iter__(self) -> Iterator[Line]: ...
+    source: a file with one JSON object per line, or dictionaries, which are numbered from 1.
+    """
 
-
-def lines_of(source: str | Path | Iterable[Mapping[str, Any]]) -> Lines:
-    """The lines of a file, or those of a list of dictionaries."""
-    return FileLines(Path(source)) if isinstance(source, str | Path) else ListedLines(list(source))
-
-
-@dataclass(frozen=True)
-class FileLines:
-    """A file with one JSON object per line."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return str(self.path)
+    def __init__(self, source: str | Path | Iterable[Mapping[str, Any]]) -> None:
+        self.name = "the list of requests"  # for messages
+        self._items: list[Mapping[str, Any]] | None = None
+        if isinstance(source, str | Path):
+            self.name = str(Path(source))
+        else:
+            self._items = list(source)
 
     def __iter__(self) -> Iterator[Line]:
+        if self._items is not None:
+            yield from map(_checked, count(1), self._items)
+            return
         try:
-            with open(self.path, "rb") as file:
+            with open(self.name, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         yield _parsed(number, line)
@@ -80,22 +75,9 @@ class FileLines:
             raise UsageError(f"{self.name!r} cannot be read: {os_reason(error)}") from error
 
 
-@dataclass(frozen=True)
-class ListedLines:
-    """Dictionaries, numbered from 1."""
-
-    items: list[Mapping[str, Any]]
-    name: str = "the list of requests"
-
-    def __iter__(self) -> Iterator[Line]:
-        for number, item in enumerate(self.items, 1):
-            if isinstance(item, Mapping):
-                yield _checked(number, item)
-            else:
-                yield Line(number, {}, f"{type(item).__name__}; allowed: a dictionary")
-
-
-def _checked(number: int, item: Mapping[str, Any]) -> Line:
+def _checked(number: int, item: Any) -> Line:
+    if not isinstance(item, Mapping):
+        return Line(number, {}, f"{type(item).__name__}; allowed: a dictionary")
     try:
         text = json.dumps(dict(item), sort_keys=True)  # as digests have it
     except RecursionError:
@@ -163,7 +145,7 @@ class JobFiles:
             why = "it is not an ordinary file" if file.exists() else "no such file"
             why = "it is a folder" if file.is_dir() else "standard input is not read" if str(file) == "-" else why
             raise UsageError(f"{str(source)!r} cannot be read: {why}; allowed: a file with one request per line")
-        lines = lines_of(source)
+        lines = Lines(source)
         if isinstance(source, str | Path) and next(iter(lines), None) is None:
             raise UsageError(f"{str(source)!r} holds no requests; allowed: at least one line")
         return cls(lines, path, refusals)

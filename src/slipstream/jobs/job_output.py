@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from slipstream.durable_files import append, cut, locked, sync
 from slipstream.errors import SlipstreamError, UsageError, os_reason
@@ -75,12 +75,6 @@ class JobOutput:
         """Let other processes write the file."""
         self._file.close()
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _read(self) -> None:
         """Read the whole lines, and cut off a torn last line if it looks like the beginning of a job's line."""

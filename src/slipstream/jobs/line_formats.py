@@ -32,7 +32,6 @@ from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, Tokenizer
 from slipstream.wiring.model_pair import fingerprint_of
 
 OPENAI_LINES = "slipstream.apps.server.openai_lines"
-NEEDED = "lines in OpenAI's format need {0}; run: pip install {0}"
 NO_OPTIONS = ("id", "prompt", "messages", "chat", "model")
 FORMS = {*KINDS, "response_format", "structured_outputs"}  # names of structured output in flags and other formats
 IN_A_LINE = '"constraint": {"json_schema": ...}, or another of its kinds: ' + ", ".join(KINDS[1:])
@@ -103,13 +102,13 @@ class RequestDigest:
 
     def check(self, line: Line) -> None:
         """Refuse job options that a line in OpenAI's format would ignore."""
-        if is_openai(line.item):
-            if self._options.params != SamplingParams() or self._options.chat_template_kwargs:
-                raise UsageError(
-                    f"line {line.number} is in OpenAI's format, whose requests bring their own options; "
-                    "allowed: job options with plain lines only"
-                )
-            _openai_lines()  # fails now if a package is missing
+        if not is_openai(line.item):
+            return
+        if self._options.params.to_dict() != SamplingParams().to_dict() or self._options.chat_template_kwargs:
+            raise UsageError(
+                f"line {line.number} is in OpenAI's format, whose requests bring their own options; "
+                "allowed: job options with plain lines only"
+            )
 
     def digest(self, line: Line) -> str:
         """Equal for two requests with the same content under the same options."""
@@ -136,19 +135,11 @@ class LineReader:
 
     @cached_property
     def _openai(self) -> Any:
-        return _openai_lines().OpenAILines(self._decoder, self._options)
+        return import_module(OPENAI_LINES).OpenAILines(self._decoder, self._options)
 
     def refusal(self, line: Line, error: Exception) -> dict[str, Any]:
         """A refused line as a line of the error file."""
         return refusal_of(line, self.digests.digest(line), error)
-
-
-def _openai_lines() -> Any:
-    """Import the module that reads lines in OpenAI's format."""
-    try:
-        return import_module(OPENAI_LINES)
-    except ModuleNotFoundError as error:
-        raise SlipstreamError(NEEDED.format(error.name)) from error
 
 
 def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
@@ -156,7 +147,7 @@ def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
     if line.error or not is_openai(line.item):
         why = first_line(error) if isinstance(error, SlipstreamError) else with_class(error)
         return {"line": line.number, "id": line.item.get("id"), "error": why}
-    refusal: dict[str, Any] = _openai_lines().refusal_line(line, digest, error)
+    refusal: dict[str, Any] = import_module(OPENAI_LINES).refusal_line(line, digest, error)
     return {"line": line.number} | refusal
 
 
@@ -169,12 +160,6 @@ def reason_of(refusal: Mapping[str, Any]) -> str:
     """The message of a line of the error file."""
     reason = refusal["error"]
     return str(reason["message"] if isinstance(reason, Mapping) else reason)
-
-
-def check_model(model: Any, name: str) -> None:
-    """Refuse requests for a model other than the loaded one."""
-    if model not in (None, "", name):
-        raise UsageError(f"model={model!r:.80}; allowed: the loaded {name!r}, or no model")
 
 
 @dataclass
@@ -232,7 +217,8 @@ class PlainLines:
             what = "prompt and messages are both given" if "prompt" in item else "no prompt"
             raise UsageError(f"{what}; allowed: a string, token ids or a list of chat messages, as prompt or messages")
         prompt = item["prompt"] if "prompt" in item else read_conversation(item["messages"]).items[0]
-        check_model(item.get("model"), self._model_name)
+        if (model := item.get("model")) not in (None, "", self._model_name):
+            raise UsageError(f"model={model!r:.80}; allowed: the loaded {self._model_name!r}, or no model")
         chat = item.get("chat", self.options.chat)
         if not isinstance(chat, bool):
             raise UsageError(f"chat={chat!r:.80}; allowed: true, false")

@@ -17,7 +17,7 @@ from torch.nn.functional import linear as multiply
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.packed_linear import KernelLinear
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.quantized_linear import QuantizedLinear
 
 COMMON = 40_960  # first tokens that "auto" scores
 MIN_RATIO = 2  # "auto" restricts vocabularies that are at least this many times as large
@@ -38,7 +38,7 @@ class ChosenRows:
 class RestrictedHead(nn.Module):
     """An output layer that gives the logits of all tokens or, within `only`, of the first ones and of chosen others.
 
-    Restricted or not, a token's logit is the same, up to rounding where the complete layer is quantised.
+    Restricted or not, a token's logit is the same, up to rounding where the complete layer is quantized.
     """
 
     def __init__(self, complete: Any, first: nn.Module, num_first: int, rows: Rows) -> None:
@@ -78,7 +78,7 @@ def restricted_head(complete: Any, linear: Any, num_first: int, convert: Convert
     the kernels' format are shared. Otherwise the first tokens get a layer of their own, and the original weights,
     which cost no memory where the embedding shares them, serve the other tokens.
     """
-    if isinstance(complete, BlockLinear | QuantisedLinear):
+    if isinstance(complete, BlockLinear | QuantizedLinear):
         return RestrictedHead(complete, complete.first(num_first), num_first, complete.rows)
     weight = linear.weight.detach()
     first: nn.Module
@@ -150,7 +150,7 @@ class Restriction:
 
     def _takes_no_memory(self, complete: Any) -> bool:
         """True if the weights of all tokens are in memory anyway."""
-        if isinstance(complete, BlockLinear | QuantisedLinear):
+        if isinstance(complete, BlockLinear | QuantizedLinear):
             return True
         tied: bool = self._linear.weight.data_ptr() == self._model.get_input_embeddings().weight.data_ptr()
         return tied

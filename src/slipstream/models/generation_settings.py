@@ -1,54 +1,154 @@
-"""Reads a model's generation_config: takes its end tokens, and warns of settings that only `generate` applies."""
+"""A model's own settings: the options that hold where a caller sets none, and the tokens that end a text.
+
+They stand in generation_config.json, or in a GGUF file under `general.sampling`, whose keys llama.cpp's converter
+copies from there. Settings that are not supported are named once, as they would change texts.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from slipstream.checks import is_number
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
+from slipstream.models.notices import announce
+from slipstream.models.weights.gguf_file import read_header
+from slipstream.models.weights.gguf_metadata import shortest
+from slipstream.models.weights.model_files import is_gguf
+from slipstream.sampling.params import OWN_OPTIONS, SamplingParams
 
 log = logging.getLogger("slipstream")
 
-PROCESSORS = "logits_processors"  # the field for everything that has no field of its own
-# settings that change greedy text: the values without effect, and the field of `SamplingParams` to use instead
-SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "repetition_penalty": ((None, 1), "repetition_penalty"),
-    "bad_words_ids": ((None, []), "bad_words"),
-    "sequence_bias": ((None, {}, []), "logit_bias"),
-    "min_length": ((None, 0), "min_tokens"),
-    "min_new_tokens": ((None, 0), "min_tokens"),
-    "stop_strings": ((None, []), "stop"),
-    "suppress_tokens": ((None, []), PROCESSORS),
-    "begin_suppress_tokens": ((None, []), PROCESSORS),
-    "no_repeat_ngram_size": ((None, 0), PROCESSORS),
-    "encoder_repetition_penalty": ((None, 1), PROCESSORS),
-    "encoder_no_repeat_ngram_size": ((None, 0), PROCESSORS),
-    "forced_bos_token_id": ((None,), PROCESSORS),
-    "forced_eos_token_id": ((None,), PROCESSORS),
-    "exponential_decay_length_penalty": ((None,), PROCESSORS),
-    "guidance_scale": ((None, 1), PROCESSORS),
-    "watermarking_config": ((None,), PROCESSORS),
+SAMPLED = OWN_OPTIONS[:4]  # `generate` reads them with do_sample alone
+GGUF = "general.sampling."
+GGUF_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # of options with another name there
+# settings that change no text of ours: ids and lengths, which requests set, reports, caches, assisted generation
+HARMLESS = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("max_length", "max_new_tokens", "num_return_sequences", "renormalize_logits", "remove_invalid_values"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    *("use_cache", "cache_implementation", "cache_config", "return_legacy_cache", "prefill_chunk_size", "low_memory"),
+    *("compile_config", "disable_compile", "trust_remote_code", "transformers_version"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    *("length_penalty", "early_stopping", "diversity_penalty"),  # of beams, which `num_beams` asks for
+    *("xtc_threshold", "mirostat_tau", "mirostat_eta"),  # of xtc_probability and mirostat
+}
+# values without effect of the others; None and empty ones have none anywhere
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), (1,)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "temperature", "top_p"), (1,)),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "min_p", "xtc_probability", "mirostat"), (0,)),
+    "token_healing": (False,),
+    "top_k": (0, -1, 50),  # the last: what older versions of `generate` wrote without being asked
+    "penalty_last_n": (-1,),
+}
+INSTEAD = {  # the options that a caller can set
+    **dict.fromkeys(("min_length", "min_new_tokens"), "min_tokens"),
+    "bad_words_ids": "bad_words",
+    "sequence_bias": "logit_bias",
+    "stop_strings": "stop",
 }
 
 
-def warn_of_unread_settings(target: Loaded) -> None:
-    """Warn in the log of settings in a model's generation_config that `generate` applies and a decoder does not."""
-    settings = getattr(target.model, "generation_config", None)
-    if settings is None:
-        return
-    values = {name: _as_list(getattr(settings, name, None)) for name in SETTINGS}
-    unread = {name: value for name, value in values.items() if value not in SETTINGS[name][0]}
-    if unread:
-        log.warning(
-            "model %s: its generation_config has %s, which generate applies and a decoder leaves to SamplingParams: %s",
-            target.name,
-            ", ".join(f"{name}={value!r:.60}" for name, value in unread.items()),
-            ", ".join(dict.fromkeys(SETTINGS[name][1] for name in unread)),
+@dataclass(frozen=True)
+class ModelSettings:
+    """The settings that a model brings."""
+
+    model: str = ""  # its name
+    options: Mapping[str, float] = field(default_factory=dict)  # fields of `SamplingParams`
+    not_applied: Mapping[str, Any] = field(default_factory=dict)  # settings that would change texts
+
+    @classmethod
+    def of(cls, target: Loaded) -> ModelSettings:
+        """The settings of a model's GGUF file or of its generation_config."""
+        if is_gguf(target.source):
+            metadata = read_header(Path(target.source).expanduser()).values
+            settings = {key.removeprefix(GGUF): value for key, value in metadata.items() if key.startswith(GGUF)}
+            values = {
+                GGUF_NAMES.get(name, name): shortest(value) if isinstance(value, float) else value
+                for name, value in settings.items()
+            }
+            # files have no do_sample; a temperature that they leave out is 1, as in `generate`
+            return cls._read(target.name, {"do_sample": not values.keys().isdisjoint(SAMPLED)} | values)
+        config = getattr(target.model, "generation_config", None)
+        return cls() if config is None else cls._read(target.name, vars(config))
+
+    @classmethod
+    def _read(cls, model: str, settings: Mapping[str, Any]) -> ModelSettings:
+        settings = {name: _as_list(value) for name, value in settings.items()}
+        samples = settings.pop("do_sample", False) is True
+        options: dict[str, float] = {"temperature": 1.0} if samples else {}
+        not_applied = {}
+        for name, value in settings.items():
+            if value is None or value in ([], {}, "") or name in HARMLESS or name.startswith("_"):
+                continue
+            if name in OWN_OPTIONS and (samples or name not in SAMPLED) and _is_allowed(name, value):
+                options[name] = value
+            elif value not in NEUTRAL.get(name, ()):
+                not_applied[name] = value
+        return cls(model, options, not_applied)
+
+    def applied_to(self, params: SamplingParams) -> SamplingParams:
+        """The options of a request with the model's own in place of those that its caller has left out.
+
+        The first time that this changes a request, or that the model has settings which are not applied, a line says
+        so.
+        """
+        if not self.options and not self.not_applied:
+            return params
+        unset = params.unset
+        if not unset.keys().isdisjoint(OWN_OPTIONS):
+            _name_once(self.line, bool(self.not_applied))
+        missing: dict[str, Any] = {name: value for name, value in self.options.items() if name in unset}
+        return replace(params, **missing)
+
+    @property
+    def line(self) -> str:
+        """The settings for people."""
+        options = ", ".join(f"{name}={value:g}" for name, value in self.options.items())
+        line = (
+            f"model {self.model} brings {options}, which hold where a request sets nothing "
+            "else (--greedy turns them off)"
         )
+        if not self.not_applied:
+            return line
+        names = ", ".join(f"{name}={value!r:.60}" for name, value in self.not_applied.items())
+        instead = ", ".join(dict.fromkeys(INSTEAD[name] for name in self.not_applied if name in INSTEAD))
+        begins = f"{line}; its other settings" if options else f"model {self.model}: its settings"
+        return f"{begins} are not applied: {names}{instead and f' (requests can set {instead})'}"
+
+
+def _is_allowed(name: str, value: Any) -> bool:
+    try:
+        SamplingParams(**{name: value})
+    except UsageError:
+        return False
+    return True
+
+
+@cache
+def _name_once(line: str, is_warning: bool) -> None:
+    if is_warning:
+        log.warning("%s", line)
+    else:
+        announce(line)
+
+
+def warn_without_ends(target: Loaded) -> None:
+    """Warn of a model whose generation_config names no end token, though its config does."""
+    settings = getattr(target.model, "generation_config", None)
+    if settings is None or settings.eos_token_id is not None:
+        return
     end = getattr(target.model.config.get_text_config(), "eos_token_id", None)
-    if settings.eos_token_id is None and end is not None:
+    if end is not None:
         ids = list(end) if isinstance(end, list | tuple) else [end]
         log.warning(
             "model %s: its generation_config names no end token, though its config does (eos_token_id=%r): texts run "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.interfaces import Backend, Checkpoints
-from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes, SlotTable, common_beginning, in_order
+from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes, SlotTable, common_prefix, in_order
 from slipstream.core.rng import argmax
 from slipstream.core.session import InputBatch, Rectangle, Session
 from slipstream.core.types import Row
@@ -38,7 +38,7 @@ class RaggedLayout:
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
         """Rows that share no beginning are read together."""
-        if not self.allowed(table) or table.shapes.reuse > 1:
+        if not self.allowed(table) or table.shapes.reuse > 1 or any(map(table.blocks, rows)):
             return PADDED.prefill(table, rows, logits=logits)
         prompt_logits: dict[int, Tensor] = {}
         for group in _groups(table, rows):
@@ -102,7 +102,7 @@ def _would_copy(table: SlotTable, slot: int, row: Row, others: Iterable[Row]) ->
     if table.states[slot].row is row:
         return False
     cached, longest = max(table.reusable_prefix(i, row) for i in range(len(table.states))), len(row.tokens) - 1
-    return any(common_beginning(row.tokens, other.tokens, longest) > cached + CATCH_UP for other in others)
+    return any(common_prefix(row, other, longest) > cached + CATCH_UP for other in others)
 
 
 def _read_together(
@@ -237,9 +237,9 @@ class UnpaddedLayout:
         return forward_segments(table, end_to_end(texts, sum(counts)), segments, pieces, None), counts
 
 
-def make_session(backend: Backend, shapes: Shapes = EXACT_FIT) -> Session:
+def make_session(backend: Backend, shapes: Shapes = EXACT_FIT, *, shows_images: bool = False) -> Session:
     """A session with the layout that suits the backend's capabilities."""
     if isinstance(backend, UnpaddedForwards):
         return Session(backend, shapes, UnpaddedLayout())
     ragged = isinstance(backend, RaggedForwards) and backend.ragged
-    return Session(backend, shapes, RaggedLayout() if ragged else None)
+    return Session(backend, shapes, RaggedLayout() if ragged else None, shows_images=shows_images)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.thread_placement import limit_threads
-from slipstream.models.loaded import PLAN, Loaded, LoadOptions, is_toy
+from slipstream.models.loaded import FETCHING, PLAN, WHICH_FILES, Loaded, LoadOptions, is_toy
 from slipstream.models.paused_collection import paused_collection
+from slipstream.models.weights.hub_files import local_file
 
 
 def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
     """Load a target or draft model.
 
-    source: "toy" or "toy:ORDER", the embedded model's name, a hub id, a local folder, a .gguf file, or a loaded
-    Hugging Face model.
+    source: "toy" or "toy:ORDER", a short name, a hub id, with a quantization for a GGUF file there, a local folder, a
+    .gguf file, or a loaded Hugging Face model.
     """
     limit_threads()
     if options.rounding != "none" and (is_toy(source) or isinstance(source, torch.nn.Module)):
@@ -31,18 +33,23 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
             from slipstream.models.pretrained import wrap_model
         return wrap_model(source, tokenizer, options)
     if isinstance(source, str) or hasattr(source, "__fspath__"):
+        file = local_file(source, options.extra) if isinstance(source, str) else str(source)
+        if file != str(source):  # of the hub: the options for fetching it have done their work
+            extra = {name: value for name, value in options.extra.items() if name not in (*FETCHING, *WHICH_FILES)}
+            loaded = load(file, replace(options, extra=extra), tokenizer)
+            return replace(loaded, name=loaded.name.replace(file, str(source)))
         with paused_collection():
             from slipstream.models.decoder.planned_model import PlannedModel
             from slipstream.models.planned_models import load_planned
-            from slipstream.models.quantised_models import load_in_blocks
+            from slipstream.models.quantized_models import load_in_blocks
 
             # before `pretrained`, which imports for two seconds: a GGUF file is packed meanwhile
-            quantised = None if PLAN in options.extra else load_in_blocks(str(source), options)
-            if quantised is not None and isinstance(quantised.model, PlannedModel):
-                return load_planned(str(source), options, tokenizer, quantised)
+            quantized = None if PLAN in options.extra else load_in_blocks(str(source), options)
+            if quantized is not None and isinstance(quantized.model, PlannedModel):
+                return load_planned(str(source), options, tokenizer, quantized)
             from slipstream.models.pretrained import load_pretrained
 
-            return load_pretrained(str(source), options, tokenizer, quantised)
+            return load_pretrained(str(source), options, tokenizer, quantized)
     swapped = " (a tokenizer goes into tokenizer=)" if hasattr(source, "decode") else ""
     shown = f"{source!r}".splitlines()[0][:60]  # some objects print themselves over many lines
     raise UsageError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
+from slipstream.text.pictures import Vision
 from slipstream.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ PLAN = "tp_plan"  # the load option of tensor parallelism, see `slipstream.model
 MTP = "mtp"  # the draft model that a target brings: its multi-token-prediction layers
 # load options for how files are fetched and whether their code may run; they also apply to the draft model's files
 FETCHING = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "trust_remote_code")
+READS_TEXT = "it reads text only"
 # load options that select a repository's files
 WHICH_FILES = ("code_revision", "revision", "subfolder")
 
@@ -31,7 +33,8 @@ class Loaded:
     and precision, everything that the cost and the bits of a forward depend on. restricted: its output layer, if that
     can score a part of the vocabulary. arithmetic: of the kernels, where they do not compute in its dtype.
     source: what it was loaded from; rounding: see `LoadOptions.rounding`; `name` includes both. view: set for a model
-    that the caller owns: the backend runs the view's modules, and `model` stays as its owner made it.
+    that the caller owns: the backend runs the view's modules, and `model` stays as its owner made it. vision: reads
+    images; if the model sees none, the reason.
     """
 
     backend: Backend
@@ -46,6 +49,7 @@ class Loaded:
     source: str = ""
     rounding: str = "none"
     view: ModelView | None = None
+    vision: Vision | str = READS_TEXT
 
     @property
     def plain_model(self) -> Any:
@@ -64,19 +68,19 @@ class LoadOptions:
 
     fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or refuses with the reason
     why it cannot; "auto" packs the weights of models that are loaded here, and captures graphs; False does neither.
-    quantise: how to quantise a draft model's weights: "int4" and "int8" do so or refuse, "auto" uses int4 where that is
+    quantize: how to quantize a draft model's weights: "int4" and "int8" do so or refuse, "auto" uses int4 where that is
     faster and `fast` allows it.
     extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, revision, ...).
     vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.
-    activations: of products with quantised weights, see `DecoderConfig.activations`. rounding: what the target's
-    weights are quantised to at load, see `DecoderConfig.quantize`.
+    activations: of products with quantized weights, see `DecoderConfig.activations`. rounding: what the target's
+    weights are quantized to at load, see `DecoderConfig.quantize`.
     """
 
     dtype: str = "auto"
     device: str = "auto"
     fast: bool | str = "auto"
     extra: dict[str, Any] = field(default_factory=dict)
-    quantise: str | None = None
+    quantize: str | None = None
     vocabulary: int | str = "full"
     activations: str = "auto"
     rounding: str = "none"
@@ -93,7 +97,7 @@ class LoadOptions:
     @property
     def precision(self) -> str:
         """What the user says of a draft's precision."""
-        return f"{self.draft_type or self.quantise or 'auto'}{' plain' if self.fast is False else ''}"
+        return f"{self.draft_type or self.quantize or 'auto'}{' plain' if self.fast is False else ''}"
 
     @property
     def for_reader(self) -> list[str]:
@@ -108,12 +112,12 @@ class LoadOptions:
 
     def with_draft_dtype(self, dtype: str) -> LoadOptions:
         """These options for weights of the precision `DecoderConfig.draft_dtype`."""
-        return replace(self, quantise=dtype) if dtype in ("auto", "int4", "int8") else replace(self, dtype=dtype)
+        return replace(self, quantize=dtype) if dtype in ("auto", "int4", "int8") else replace(self, dtype=dtype)
 
     @property
     def draft_type(self) -> str | None:
-        """The type of a draft's weights that the user names, in which they are not quantised; None for none."""
-        return self.dtype if self.quantise is None and self.dtype != "auto" else None
+        """The type of a draft's weights that the user names, in which they are not quantized; None for none."""
+        return self.dtype if self.quantize is None and self.dtype != "auto" else None
 
 
 def is_toy(source: Any) -> bool:

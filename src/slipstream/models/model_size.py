@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.models.decoder.families import latent_plan
+
 GATED = 3  # matrices of a feed-forward layer; of most architectures
 
 
@@ -42,6 +44,8 @@ def cached_bytes(config: Any) -> int | None:
         return None
     head_size = _size(config, "head_dim") or width // heads
     size = getattr(getattr(config, "dtype", None), "itemsize", 4)
+    if (latent := latent_plan(config)) is not None:
+        return layers * (latent.rank + int(config.qk_rope_head_dim)) * size
     return 2 * layers * (_size(config, "num_key_value_heads") or heads) * head_size * size
 
 

@@ -1,4 +1,4 @@
-"""Models in floating point: read by transformers, or unpacked from quantised files."""
+"""Models in floating point: read by transformers, or unpacked from quantized files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.loaded import PLAN, WHICH_FILES, LoadOptions
-from slipstream.models.quantised_models import generation_settings, load_in_blocks
+from slipstream.models.quantized_models import generation_settings, load_in_blocks
 from slipstream.models.weights.adapters import Adapter, adapter_at
 from slipstream.models.weights.model_files import is_gguf, not_loaded
-from slipstream.models.weights.quantised_checkpoint import METHODS
+from slipstream.models.weights.quantized_checkpoint import METHODS
 from slipstream.models.weights.resolve import resolve
-from slipstream.models.weights.safetensors_files import INDEX, SINGLE, CheckpointFiles, check_not_quantised, file_of
+from slipstream.models.weights.safetensors_files import INDEX, SINGLE, CheckpointFiles, check_not_quantized, file_of
 from slipstream.models.weights.transformers_reader import (
     DTYPES,
     auto_class,
+    check_finite,
     check_weights,
     device_named,
     is_applied_by_transformers,
@@ -37,7 +38,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     if PLAN in options.extra:
         raise UsageError(f"load_options {PLAN!r} for a model that is not a target; allowed: no {PLAN}")
     if is_gguf(source) and options.dtype == "float32" and not options.extra:
-        return _dequantised(source, options.device)
+        return _dequantized(source, options.device)
     folder = resolve(source, options.extra)
     if (adapter := _adapter(source, folder, options)) is not None:
         return _adapted(adapter, options)
@@ -50,15 +51,16 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     try:
         with quietly():
             config = options.extra.get("config") or AutoConfig.from_pretrained(folder, **options.files)
-            _check_quantisation(source, folder, config, options)
+            _check_quantization(source, folder, config, options)
             arguments: dict[str, Any] = {"dtype": DTYPES[options.dtype], "ignore_mismatched_sizes": True}
-            if device is not None and device.type == "cuda" and not is_quantised(config, options):
+            if device is not None and device.type == "cuda" and not is_quantized(config, options):
                 arguments["device_map"] = {"": device}  # weights go straight to the GPU, not through the host's memory
             arguments |= options.files | options.extra
             model, report = auto_class(config).from_pretrained(folder, **arguments, output_loading_info=True)
     except reader_errors() as error:
         raise wrong_rotation(source, config) or not_loaded(source, folder, error) from error
     check_weights(source, report, bool(options.extra.get("ignore_mismatched_sizes")))
+    check_finite(source, model)
     if file_of(folder, SINGLE, options.files) is None and file_of(folder, INDEX, options.files) is not None:
         CheckpointFiles(source, folder, options.files).check_copies()
     if device is not None and not getattr(model, "is_quantized", False):
@@ -66,22 +68,22 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     return folder, model
 
 
-def _check_quantisation(source: str, folder: str, config: Any, options: LoadOptions) -> None:
-    """Refuse quantised weights that transformers would read as if they were plain ones."""
-    quantisation: Any = getattr(config, "quantization_config", None)
-    if "quantization_config" in options.extra or is_applied_by_transformers(quantisation):
-        if not is_quantised(config, options):
-            check_not_quantised(source, folder, options.files)
+def _check_quantization(source: str, folder: str, config: Any, options: LoadOptions) -> None:
+    """Refuse quantized weights that transformers would read as if they were plain ones."""
+    quantization: Any = getattr(config, "quantization_config", None)
+    if "quantization_config" in options.extra or is_applied_by_transformers(quantization):
+        if not is_quantized(config, options):
+            check_not_quantized(source, folder, options.files)
         return
     raise SlipstreamError(
-        f"model {source!r}: quantization_config.quant_method of config.json is {quantisation['quant_method']!r}, which "
+        f"model {source!r}: quantization_config.quant_method of config.json is {quantization['quant_method']!r}, which "
         "transformers does not read; allowed: its own methods or, for language models without load_options, "
         f"{', '.join(METHODS)}"
     )
 
 
-def is_quantised(config: Any, options: LoadOptions) -> bool:
-    """True if transformers' quantisers read the model; they place its weights themselves."""
+def is_quantized(config: Any, options: LoadOptions) -> bool:
+    """True if transformers' quantizers read the model; they place its weights themselves."""
     return "quantization_config" in options.extra or getattr(config, "quantization_config", None) is not None
 
 
@@ -101,25 +103,25 @@ def _adapted(adapter: Adapter, options: LoadOptions) -> tuple[str, Any]:
     extra = {name: value for name, value in options.extra.items() if name not in WHICH_FILES}
     if adapter.revision and not Path(adapter.base).expanduser().exists():
         extra["revision"] = adapter.revision
-    base = replace(options, fast=False, extra=extra, quantise=None)
+    base = replace(options, fast=False, extra=extra, quantize=None)
     try:
-        quantised = load_in_blocks(adapter.base, base)
-        folder, model = load_model(adapter.base, base) if quantised is None else (quantised.folder, quantised.model)
+        quantized = load_in_blocks(adapter.base, base)
+        folder, model = load_model(adapter.base, base) if quantized is None else (quantized.folder, quantized.model)
     except SlipstreamError as error:
         raise type(error)(f"adapter {adapter.source!r} is for a base model that was not loaded: {error}") from error
     return adapter.place if adapter.has_tokenizer else folder, adapter.merged_into(model).eval()
 
 
-def _dequantised(source: str, device: str) -> tuple[str, Any]:
+def _dequantized(source: str, device: str) -> tuple[str, Any]:
     """A GGUF file in float32, which holds its numbers exactly; bfloat16, the cached conversion, would round them."""
     from slipstream.models.weights.gguf_configuration import described
-    from slipstream.models.weights.gguf_conversion import dequantised
+    from slipstream.models.weights.gguf_conversion import dequantized
     from slipstream.models.weights.gguf_file import read_header
 
     header = read_header(Path(source).expanduser())
     header.check_model()
     folder = described(header)
-    return str(folder), dequantised(header, folder, torch.float32).to(device_named(device))
+    return str(folder), dequantized(header, folder, torch.float32).to(device_named(device))
 
 
 def _read_ahead(folder: Path) -> None:
@@ -132,10 +134,10 @@ def _read_ahead(folder: Path) -> None:
 
 
 def load_unpacked(source: str, options: LoadOptions) -> Any:
-    """A model in floating point: transformers' own weights, or the numbers that quantised ones stand for.
+    """A model in floating point: transformers' own weights, or the numbers that quantized ones stand for.
 
     options: only dtype, device, extra and rounding are used.
     """
     plain_options = LoadOptions(options.dtype, options.device, False, options.extra, rounding=options.rounding)
-    quantised = load_in_blocks(source, plain_options)
-    return (load_model(source, plain_options)[1] if quantised is None else quantised.model).eval()
+    quantized = load_in_blocks(source, plain_options)
+    return (load_model(source, plain_options)[1] if quantized is None else quantized.model).eval()

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.kernel_libraries import block_version
-from slipstream.models.cpu.quantised_linear import arithmetic_of
+from slipstream.models.cpu.quantized_linear import arithmetic_of
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.planned_model import PlannedModel
@@ -16,20 +16,20 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import use_compiled_ops
 from slipstream.models.hf.trials import OwnLogits, passed_trials
 from slipstream.models.loaded import Loaded, LoadOptions
-from slipstream.models.quantised_models import QuantisedModel
+from slipstream.models.quantized_models import QuantizedModel
 from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 
 
-def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantised: QuantisedModel) -> Loaded:
-    """Make a planned model ready. quantised: the model, with the weights of `source`."""
-    model: PlannedModel = quantised.model
+def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: QuantizedModel) -> Loaded:
+    """Make a planned model ready. quantized: the model, with the weights of `source`."""
+    model: PlannedModel = quantized.model
     separate_threads()
-    wrapped = load_tokenizer(source, quantised.folder, options) if tokenizer is None else HFTokenizer(tokenizer)
+    wrapped = load_tokenizer(source, quantized.folder, options) if tokenizer is None else HFTokenizer(tokenizer)
     restriction = Restriction(model, options.vocabulary, None)
     backend = HFBackend(model, SlotCache(len(model.plan.layers)))
     backend.ragged = True
-    passed = passed_trials(source, quantised.folder, model, options, "in blocks")
+    passed = passed_trials(source, quantized.folder, model, options, "in blocks")
     use_compiled_ops(backend, model.plan, model.fused_layers(), OwnLogits(backend, passed))
     fingerprint = _fingerprint(backend, model)
     head = restriction.apply(by_position=True)

@@ -18,14 +18,15 @@ from slipstream.models.cpu.float16_linear import are_tied, in_panels, not_in_pan
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version, kernels
 from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed, pack, unsupported
-from slipstream.models.cpu.quantised_linear import (
+from slipstream.models.cpu.quantized_linear import (
     BITS,
     SMALLEST,
     arithmetic_of,
     convert_experts,
+    convert_latent,
     formats_of,
     num_weights,
-    quantised,
+    quantized,
 )
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
@@ -45,16 +46,17 @@ from slipstream.models.hf.recurrent_mixers import recurrent_layers
 from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backend, why_not_on_slots
 from slipstream.models.hf.supported_models import not_by_position, without_weights
 from slipstream.models.hf.trials import OwnLogits, PassedTrials, passed_trials
+from slipstream.models.hf.vision import vision_of
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
 from slipstream.models.notices import warn_slower
-from slipstream.models.quantised_models import QuantisedModel
+from slipstream.models.quantized_models import QuantizedModel
 from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 
 log = logging.getLogger("slipstream")
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-_PLAIN = "'auto', 'bfloat16', 'float16', 'float32'"  # dtypes of a draft model that is not quantised
+_PLAIN = "'auto', 'bfloat16', 'float16', 'float32'"  # dtypes of a draft model that is not quantized
 Convert = Callable[[nn.Linear], nn.Module]
 _TRIED: WeakSet[Any] = WeakSet()  # models that gave their own logits from the slots of a KV cache
 AnyBackend = HFBackend | GraphedBackend | OwnCacheBackend
@@ -73,7 +75,7 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     view = ModelView(owned)
     model = view.model
     _declare_sizes(model)
-    convert = _quantised(model, options, "'auto'") if options.quantise in BITS else None
+    convert = _quantized(model, options, "'auto'") if options.quantize in BITS else None
     if convert is None and options.fast is True:
         convert = _packed(model, True)
     if convert is not None:
@@ -91,7 +93,8 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     replaced = isinstance(backend, GraphedBackend) and options.fast is True
     if packed or replaced or head is not None or recurrent_layers(model):
         view.note_copies()
-    return Loaded(backend, name, ends, wrapped, owned, packed, fingerprint, head, view=view)
+    vision = vision_of(None, backend, options)
+    return Loaded(backend, name, ends, wrapped, owned, packed, fingerprint, head, view=view, vision=vision)
 
 
 def wrap_again(loaded: Loaded, options: LoadOptions) -> Loaded:
@@ -135,9 +138,7 @@ def _backend(
         backend = HFBackend(model) if graphed is None else graphed.eager
         own_logits, trial = OwnLogits(backend, passed), "slots of a cache"
         if convert is not None or owned not in _TRIED:  # plain layers that have passed need no second trial
-            reason = why_not_on_slots(
-                lambda: trial in own_logits.passed or not differ(model, own_logits.logits, own_logits.later)
-            )
+            reason = why_not_on_slots(lambda: trial in own_logits.passed or _gives_own_logits(model, own_logits))
         if reason is None:
             own_logits.passed.add(trial)
             if owned is not None:
@@ -151,6 +152,12 @@ def _backend(
         raise _cannot_be_captured(model, reason)
     log.info("%s runs on caches of its own: %s", type(model).__name__, reason)
     return own_cache_backend(model)
+
+
+def _gives_own_logits(model: Any, own_logits: OwnLogits) -> bool:
+    """True if a backend's logits are those of its model without a cache."""
+    with own_logits.same_experts():
+        return not differ(model, *own_logits.logits)
 
 
 def _is_captured(model: Any, fast: bool | str) -> bool:
@@ -185,12 +192,12 @@ def _packed(model: Any, fast: bool | str) -> Convert | None:
     return None
 
 
-def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None:
-    """What quantises the layers; for "auto", what packs them where quantising them is no gain.
+def _quantized(model: Any, options: LoadOptions, allowed: str) -> Convert | None:
+    """What quantizes the layers; for "auto", what packs them where quantizing them is no gain.
 
-    Raises `UsageError` where "int4" or "int8" is asked for and the layers cannot be quantised.
+    Raises `UsageError` where "int4" or "int8" is asked for and the layers cannot be quantized.
     """
-    bits, is_required = options.quantise, options.quantise in BITS
+    bits, is_required = options.quantize, options.quantize in BITS
     if not is_required and (options.fast is False or num_weights(model) < SMALLEST):
         return _packed(model, options.fast)
     reason = unsupported(model)
@@ -201,15 +208,16 @@ def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None
     if reason is not None:
         if is_required:
             raise UsageError(
-                f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}; allowed: {allowed}"
+                f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantized: {reason}; allowed: {allowed}"
             )
         return _packed(model, options.fast)
-    return partial(quantised, bits=str(bits) if is_required else "int4", memory=HugePages())
+    return partial(quantized, bits=str(bits) if is_required else "int4", memory=HugePages())
 
 
 def _convert(model: Any, convert: Convert) -> None:
     """Replace each linear layer that runs with what `convert` makes of it; layers that share an input become one."""
     convert_experts(model, convert)
+    convert_latent(model, convert)
     calls, is_tied = linear_calls(model), are_tied(model)
     unused = called_by_none(model, calls)
     fuse(model, convert, calls)
@@ -218,32 +226,35 @@ def _convert(model: Any, convert: Convert) -> None:
         widen(model, is_tied)
 
 
-def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantised: QuantisedModel | None) -> Loaded:
-    """Load a folder, a .gguf file, the default model or a hub id. quantised: what `load_in_blocks` returned for it."""
+def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized: QuantizedModel | None) -> Loaded:
+    """Load a folder, a .gguf file, the default model or a hub id. quantized: what `load_in_blocks` returned for it."""
     from slipstream.models.plain_models import load_model
 
     if PLAN in options.extra:
         return _load_parallel(source, options, tokenizer)
-    folder, model = load_model(source, options) if quantised is None else (quantised.folder, quantised.model)
+    folder, model = load_model(source, options) if quantized is None else (quantized.folder, quantized.model)
     _declare_sizes(model)
-    in_blocks = quantised is not None and quantised.in_blocks
+    in_blocks = quantized is not None and quantized.in_blocks
     if model.device.type == "cpu":
         separate_threads()
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
     convert = None
     if not in_blocks:
-        convert = _quantised(model, options, _PLAIN) if options.quantise else _packed(model, options.fast)
+        convert = _quantized(model, options, _PLAIN) if options.quantize else _packed(model, options.fast)
     restriction = Restriction(model, options.vocabulary, convert)
-    layer_kind = "in blocks" if in_blocks else f"{options.quantise} {getattr(convert, '__name__', None)}"
+    layer_kind = "in blocks" if in_blocks else f"{options.quantize} {getattr(convert, '__name__', None)}"
     # captured forwards score the whole vocabulary
     fast = options.fast if options.vocabulary in ("auto", "full") else options.fast is True
     backend = _backend(model, fast, convert, passed_trials(source, folder, model, options, layer_kind))
     ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks or bool(experts_of(model))
     fingerprint = _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
-    name = source if options.rounding == "none" else f"{source} quantised to {options.rounding}, group {INPUTS}"
+    name = source if options.rounding == "none" else f"{source} quantized to {options.rounding}, group {INPUTS}"
     loaded = Loaded(backend, name, ends, wrapped, model, packed, fingerprint, head, arithmetic_of(model))
-    return replace(loaded, source=source, rounding=options.rounding)
+    vision = vision_of(folder, backend, options)
+    if not isinstance(vision, str) and wrapped is not None and not wrapped.has_chat_template:
+        wrapped.inner.chat_template = vision.chat_template()
+    return replace(loaded, source=source, rounding=options.rounding, vision=vision)
 
 
 def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:

@@ -133,7 +133,7 @@ class ToyBackend:
             self._cache.slots[first_slot + row, start : start + width] = tokens[row]
         if not logits:
             return torch.empty(0)
-        out = torch.empty(rows, width, VOCAB_SIZE, dtype=torch.float32)
+        out = torch.empty(rows, width, self.vocab_size, dtype=torch.float32)
         for row, start in enumerate(starts):
             for column in range(width):
                 end = start + column + 1

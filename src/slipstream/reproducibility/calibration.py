@@ -35,8 +35,9 @@ from slipstream.reproducibility.timing import EXPERTS_TIMED, MOST_TURNS
 
 T = TypeVar("T")
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
-TIMED_IF_GUARANTEED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
+# where all shapes agree, only those between which times rise evenly: the first start waits for each of them
+TIMED_IF_GUARANTEED, TOTALS_IF_GUARANTEED = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64), (8, 12, 16, 32, 64)
 # rough shares of the time: if every shape is tried, and if the backend guarantees that they agree
 SHARES = {"times": 0.2, "units": 0.1, "alone": 0.1, "batches": 0.2, "prompts": 0.2, "totals": 0.1, "ragged": 0.1}
 SHARES_IF_GUARANTEED = {"times": 0.4, "checks": 0.3, "ragged": 0.3}
@@ -44,10 +45,6 @@ NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of 
 log = logging.getLogger("slipstream")
 
 Report = Callable[[float], None]  # called with the share of the work that is done, 0 to 1
-
-
-def silent(share: float) -> None:
-    """A `Report` that shows nothing."""
 
 
 class Stages:
@@ -117,7 +114,7 @@ def _worth_having(times: Mapping[int, float], widths: Sequence[int]) -> tuple[in
     return tuple(width for width in widths if width not in slow)
 
 
-def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) -> Calibration:
+def calibrate(backend: Backend, max_batch_size: int, report: Report = lambda share: None) -> Calibration:
     """Try the candidate shapes on a model; overwrites the cached tokens of its slots."""
     longest = max(CONTEXTS) + LENGTH
     contexts = CONTEXTS if backend.max_length >= longest else (backend.max_length // 4,)
@@ -165,7 +162,7 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
     set_attended_lengths(trials.backend, unit, lengths)
     if not all(agrees() for agrees in stages.over(shares["checks"], spot_checks(trials))):
         return None
-    totals = stages.over(shares["ragged"], _in_turns(trials.totals(TOTALS, trials.widths)))
+    totals = stages.over(shares["ragged"], _in_turns(trials.totals(TOTALS_IF_GUARANTEED, trials.widths)))
     milliseconds = trials.times.ragged(totals, trials.widths, times)
     if isinstance(trials.backend, TreeForwards) and not isinstance(trials.backend, RaggedForwards):
         milliseconds = {max(times): times[max(times)]}  # chains are padded; trees may have as many tokens as were timed

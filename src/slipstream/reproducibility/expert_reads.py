@@ -1,4 +1,4 @@
-"""How many distinct experts a layer of a mixture reads in a forward, and how long each takes."""
+"""Predicts the distinct experts that a layer of a mixture reads in a forward, and the time of each."""
 
 from __future__ import annotations
 

@@ -41,19 +41,15 @@ def trial_backend(backend: Backend) -> Backend:
         chosen = first_of_each(backend.layer_kinds())
         if len(chosen) == backend.num_layers:
             return backend
-        subset = _subset(backend, chosen)
+        try:
+            subset = backend.layer_subset(chosen)
+        except UsageError:  # they have states
+            subset = backend.separate_subset(chosen)
     except UsageError:  # the layers are not found
         return backend
     if isinstance(subset, RaggedForwards) and isinstance(backend, RaggedForwards):
         subset.ragged = backend.ragged
     return subset
-
-
-def _subset(backend: LayerKinds, chosen: Sequence[int]) -> Backend:
-    try:
-        return backend.layer_subset(chosen)
-    except UsageError:  # they have states
-        return backend.separate_subset(chosen)
 
 
 def first_of_each(kinds: Sequence[Hashable]) -> list[int]:

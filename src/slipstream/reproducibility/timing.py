@@ -146,19 +146,20 @@ class ForwardTimes:
         if self.forced is None:
             return None
         reads, times = self.forced.reads, Fastest[tuple[int, int]]()
-        most = {width: min(width * reads.used, reads.count) for width in widths}
+        largest = {width: min(width * reads.used, reads.count) for width in widths}
         started = perf_counter()
         for turn in turns:
             if turn >= FEWEST_TURNS and perf_counter() - started > SECONDS:
                 break
-            for width, distinct in most.items():
+            for width, distinct in largest.items():
                 times.add((width, reads.used), self._seconds(width, reads.used))
                 times.add((width, distinct), self._seconds(width, distinct))
-        further = {width: distinct - reads.used for width, distinct in most.items()}
-        taken = {
-            width: times.milliseconds[width, most[width]] - times.milliseconds[width, reads.used] for width in most
+        further = {width: distinct - reads.used for width, distinct in largest.items()}
+        extra = {
+            width: times.milliseconds[width, largest[width]] - times.milliseconds[width, reads.used]
+            for width in largest
         }
-        slope = sum(further[width] * taken[width] for width in most) / sum(count**2 for count in further.values())
+        slope = sum(further[width] * extra[width] for width in largest) / sum(count**2 for count in further.values())
         return replace(reads, milliseconds=max(0.0, slope))
 
     def ragged(

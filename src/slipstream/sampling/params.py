@@ -1,10 +1,13 @@
-"""The options of a request: `SamplingParams`, checked field by field when it is made."""
+"""The options of a request: `SamplingParams`, checked field by field when it is made.
+
+Options that a caller leaves out are `Unset`: the model's own settings take their place (`generation_settings.py`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from slipstream.checks import arguments_named, changed_repr, check_whole, explained_fields, is_number, is_text, is_whole
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 LARGEST = 1e30  # leaves room in float32 for products with counts
 MAX_TEXTS = 1024  # of a prompt
+# options that models may bring; the first four are of sampling
+OWN_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+DEFAULT_MAX_TOKENS = 1024  # of an answer whose length nobody has set
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 OTHER_NAMES = {  # of other libraries, and what to write here
     **dict.fromkeys(("max_new_tokens", "max_length", "max_completion_tokens", "max_gen_len"), "max_tokens=..."),
@@ -41,27 +47,45 @@ OTHER_NAMES = {  # of other libraries, and what to write here
 }
 
 
+class Unset:
+    """Marks the default of an option that the caller has left out, so that the model's own setting may replace it."""
+
+
+class UnsetNumber(Unset, float):
+    """A default that holds only where the model has no setting of its own."""
+
+
+class UnsetCount(Unset, int):
+    """A whole number of this kind."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Options of one request. The defaults decode greedily.
+    """Options of one request. Sampling options that are left out are the model's own; without any, it is greedy.
 
     Penalties see prompt and output (repetition) or the output only (presence, frequency). Truncation and the order of
     operations are those of Hugging Face `generate`. `UsageError` names the field, its value and what is allowed.
     """
 
-    temperature: float = setting(0.0, "0 is greedy; otherwise logits are divided by it")
-    top_k: int = setting(0, "keep the K most likely tokens; 0 keeps all")
-    top_p: float = setting(1.0, "keep the most likely tokens that together reach this probability; 1 keeps all")
-    min_p: float = setting(0.0, "keep tokens at least this likely relative to the most likely one; 0 keeps all")
+    temperature: float = setting(UnsetNumber(0), "0 is greedy; otherwise logits are divided by it")
+    top_k: int = setting(UnsetCount(0), "keep the K most likely tokens; 0 keeps all")
+    top_p: float = setting(
+        UnsetNumber(1), "keep the most likely tokens that together reach this probability; 1 keeps all"
+    )
+    min_p: float = setting(
+        UnsetNumber(0), "keep tokens at least this likely relative to the most likely one; 0 keeps all"
+    )
     repetition_penalty: float = setting(
-        1.0, "divide logits of tokens seen in prompt or output (multiply negative ones)"
+        UnsetNumber(1), "divide logits of tokens seen in prompt or output (multiply negative ones)"
     )
     presence_penalty: float = setting(0.0, "subtract this from logits of tokens seen in the output")
     frequency_penalty: float = setting(0.0, "subtract this per occurrence from logits of tokens seen in the output")
     logit_bias: Mapping[int, float] = setting({}, "add numbers to logits: token id -> bias")
     bad_words: Sequence[str | Sequence[int]] = setting((), "texts or token id lists that must not appear")
     min_tokens: int = setting(0, "no end before this many tokens")
-    max_tokens: int = setting(200, "generate at most this many tokens")
+    max_tokens: int = setting(
+        UnsetCount(DEFAULT_MAX_TOKENS), "generate at most this many tokens; if left out, no more than the context holds"
+    )
     stop: str | Sequence[str] = setting((), "strings that end the text, which is cut before them")
     stop_token_ids: Sequence[int] = setting((), "token ids that end the text like end-of-sequence")
     ignore_eos: bool = setting(False, "go on after end-of-sequence")
@@ -76,6 +100,7 @@ class SamplingParams:
     prediction: str | Sequence[int] | None = setting(
         None, "your best guess of the output, used as the first draft; never changes the result"
     )
+    suffix: str | None = setting(None, "text after the gap at the prompt's end, which the model fills in")
     logits_processors: Sequence[Processor] = setting((), "stateless Hugging Face LogitsProcessors")
     constraint: Constraint | None = setting(None, "what the text must be: JSON by a schema, a regular expression, ...")
     thinking_token_budget: int | None = setting(None, "end the model's thought after this many tokens")
@@ -100,13 +125,15 @@ class SamplingParams:
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, 0)
         check_whole("n", self.n, 1, MAX_TEXTS)
-        if self.n > 1 and self.temperature == 0:
+        if self.n > 1 and self.temperature == 0 and not isinstance(self.temperature, Unset):
             raise UsageError(f"n={self.n}; allowed: 1 with temperature=0, where all texts would be equal")
         if self.num_draft_tokens is not None:
             check_whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
         if self.thinking_token_budget is not None:
             check_whole("thinking_token_budget", self.thinking_token_budget, 0)
         self._check_prediction()
+        if not (self.suffix is None or is_text(self.suffix)):
+            raise UsageError(f"suffix={self.suffix!r:.60}; allowed: None, or a non-empty text of valid Unicode")
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos={self.ignore_eos!r}; allowed: True or False")
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
@@ -159,9 +186,24 @@ class SamplingParams:
         """The stop strings; a single one was made a tuple."""
         return tuple(self.stop)
 
+    @property
+    def unset(self) -> dict[str, Any]:
+        """The options that were left out, with their plain defaults."""
+        return {
+            name: float(value) if isinstance(value, UnsetNumber) else int(value)
+            for name, value in vars(self).items()
+            if isinstance(value, UnsetNumber | UnsetCount)
+        }
+
+    @property
+    def explicit(self) -> SamplingParams:
+        """The same options, where those that were left out have their plain defaults, whatever the model's own are."""
+        return replace(self, **self.unset)
+
     def to_dict(self) -> dict[str, Any]:
-        """The options as JSON values; processors, which are code, are left out."""
+        """The options as JSON values, None for those left out; processors, which are code, are not among them."""
         options = {name: value for name, value in vars(self).items() if name != "logits_processors"}
+        options |= dict.fromkeys(self.unset)
         return options | {"constraint": None if self.constraint is None else self.constraint.to_dict()}
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -211,6 +253,7 @@ class SamplingOptions(TypedDict, total=False):
     n: int
     num_draft_tokens: int | None
     prediction: str | Sequence[int] | None
+    suffix: str | None
     logits_processors: Sequence[Processor]
     constraint: Constraint | None
     thinking_token_budget: int | None

@@ -202,7 +202,7 @@ class Sampler:
         """The key of the noise `offset` positions after a row's committed tokens."""
         return absorbed(self._token_seeds[row], len(self.rows[row].tokens) + offset)
 
-    def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
+    def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.DRAFT) -> Tensor:
         """One token per position from probs [B, J, V], keyed by (seed, stream, absolute position) -> [B, J].
 
         In streams other than TOKEN the keys also depend on the round, because a position may be drafted again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -17,11 +18,11 @@ from slipstream.tokenization.tokenizer import check_text
 
 @dataclass(frozen=True)
 class NamedPrompt:
-    """A prompt and its category. prediction: a guess of its answer, if there is one."""
+    """A prompt and its category."""
 
     prompt: str
     category: str = "prompt"
-    prediction: str | None = None
+    prediction: str | None = None  # a guess of its answer
 
     def __post_init__(self) -> None:
         check_text("prompt", self.prompt)
@@ -91,7 +92,13 @@ def chosen_prompts(
         if category not in allowed:
             near = did_you_mean(category, *allowed)
             raise UsageError(f"category {category!r} is not in {source}; allowed: {', '.join(allowed)}{near}")
-    return _limited([p for p in prompts if not categories or p.category in categories], limit)
+    chosen, counts = list[NamedPrompt](), Counter[str]()
+    for prompt in prompts:
+        if not categories or prompt.category in categories:
+            counts[prompt.category] += 1
+            if limit is None or counts[prompt.category] <= limit:
+                chosen.append(prompt)
+    return chosen
 
 
 def builtin_prompts(*, categories: list[str] | None = None, limit: int | None = None) -> list[NamedPrompt]:
@@ -124,15 +131,3 @@ def _parse(line: str, where: str, category: str) -> NamedPrompt:
         if isinstance(text, str) and text.strip():
             return NamedPrompt(text, category, prediction)
     raise UsageError(f'{where}: no text; allowed: {{"prompt": text}} or {{"turns": [text, ...], "category": name}}')
-
-
-def _limited(prompts: list[NamedPrompt], limit: int | None) -> list[NamedPrompt]:
-    if limit is None:
-        return prompts
-    seen: dict[str, int] = {}
-    kept = []
-    for prompt in prompts:
-        seen[prompt.category] = seen.get(prompt.category, 0) + 1
-        if seen[prompt.category] <= limit:
-            kept.append(prompt)
-    return kept

@@ -8,10 +8,10 @@ This module knows no model.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,14 @@ from slipstream.checks import counted
 from slipstream.constraints.compiled_grammars import CompiledGrammars, constraint_of
 from slipstream.constraints.thought_budget import ThoughtBudget
 from slipstream.core.rng import key
-from slipstream.core.types import Row
+from slipstream.core.types import PromptImages, Row
 from slipstream.errors import UsageError, first_line
-from slipstream.sampling.params import SamplingOptions, SamplingParams
+from slipstream.sampling.params import DEFAULT_MAX_TOKENS, SamplingOptions, SamplingParams
 from slipstream.text.answer_reader import begins_in_thought, ends_thought, thought_preamble
 from slipstream.text.detokenizer import read_as_committed
+from slipstream.text.pictures import KINDS, Vision, parts_of, with_pictures
 from slipstream.tokenization.byte_vocabulary import RunningModel
+from slipstream.tokenization.infill import infill
 from slipstream.tokenization.tokenizer import (
     PLAIN_CHAT,
     AnswerTokenizer,
@@ -44,10 +46,10 @@ SHAPES = "(n,) or (1, n) for one prompt, (batch, n) for several"
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a call. single: one prompt, whose answer is one `Result`, rather than a list of them."""
+    """The prompts of a call."""
 
     items: list[Any]
-    single: bool
+    single: bool  # one prompt, whose answer is one `Result`, rather than a list of them
 
 
 def read_prompts(prompt: Any) -> Prompts:
@@ -154,7 +156,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
-    """Refuse what is not a chat message, and images, videos or sounds, as models read only text here."""
+    """Refuse what is not a chat message, and videos or sounds, as models read only texts and images here."""
     for number, message in enumerate(messages):
         what = f"message {number}"
         if not isinstance(message, Mapping):
@@ -168,9 +170,9 @@ def _check_messages(messages: Sequence[Any]) -> None:
             raise UsageError(f"{what} has the content {content!r:.40}; allowed: a text, or a list of text parts")
         for part in content if isinstance(content, list | tuple) else ():
             kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text":
-                raise UsageError(f"{what} has a part of type {kind!r}; allowed: 'text'")
-            if not isinstance(part.get("text"), str):
+            if kind not in ("text", *KINDS):
+                raise UsageError(f"{what} has a part of type {kind!r}; allowed: 'text', 'image' or 'image_url'")
+            if kind == "text" and not isinstance(part.get("text"), str):
                 raise UsageError(f"{what} has a part without a text; allowed: {{'type': 'text', 'text': ...}}")
 
 
@@ -254,18 +256,24 @@ def check_size(name: str, texts: Iterable[str], tokenizer: Tokenizer, max_tokens
         )
 
 
+class Target(RunningModel, Protocol):
+    """A loaded model that rows are made for."""
+
+    @property
+    def vision(self) -> Vision | str:
+        """Reads images; if the model sees none, the reason."""
+
+
 @dataclass(frozen=True)
 class RequestReader:
-    """Reads requests for one target: its tokenizer, vocabulary and context length.
+    """Reads requests for one target: its tokenizer, vocabulary and context length."""
 
-    no_predictions: why requests cannot have predictions, and what is allowed; empty if they can. compiled: constraints
-    that readers share; None for this reader's own. form: what the chat template is given besides the messages.
-    """
-
-    target: RunningModel
-    no_predictions: str = ""
-    compiled: CompiledGrammars | None = None
-    form: ChatForm = PLAIN_CHAT
+    target: Target
+    no_predictions: str = ""  # why requests cannot have predictions, and what is allowed; empty if they can
+    compiled: CompiledGrammars | None = None  # constraints that readers share; None for this reader's own
+    form: ChatForm = PLAIN_CHAT  # inputs of the chat template besides the messages
+    # puts the model's own options in place of those that a request leaves out
+    own_options: Callable[[SamplingParams], SamplingParams] = field(default=lambda params: params)
 
     @cached_property
     def grammars(self) -> CompiledGrammars:
@@ -292,19 +300,19 @@ class RequestReader:
             raise UsageError(f"{name} with {what}; allowed: with chat messages")
         if goes_on and isinstance(prompt, str):
             raise UsageError(
-                "continue_final_message with a text; allowed: with chat messages, of which it continues the last"
+                "continue_final_message with a text; allowed: with chat messages; it continues the last one"
             )
 
     def encode(self, prompt: Prompt, *, chat: bool) -> list[int]:
         """The token ids a prompt stands for. chat: texts are rendered by the chat template, if there is one."""
         self._check_form(_single(prompt), chat)
-        return self._encode(_single(prompt), chat)
+        return self._encode(_single(prompt), chat)[0]
 
-    def _encode(self, prompt: Any, chat: bool) -> list[int]:
+    def _encode(self, prompt: Any, chat: bool) -> tuple[list[int], PromptImages | None]:
         if not isinstance(chat, bool):
             raise UsageError(f"chat={chat!r:.60}; allowed: True or False")
         if is_ids(prompt):
-            return list(prompt)
+            return list(prompt), None
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             python = "tokenizer=AutoTokenizer.from_pretrained(...), or a list of token ids"
@@ -318,11 +326,18 @@ class RequestReader:
         if isinstance(prompt, str):
             check_text("prompt", prompt)
             messages = self._messages(prompt, chat)
-            return tokenizer.encode(prompt) if messages is None else self._rendered(messages)
+            return tokenizer.encode(prompt) if messages is None else self._rendered(messages), None
         for message in prompt:
             if isinstance(message.get("content"), str):
                 check_text("prompt (a chat message)", message["content"])
-        return self._rendered(prompt)
+        if (name := next((name for name, _ in parts_of(prompt)), None)) is None:
+            return self._rendered(prompt), None
+        vision = self.target.vision
+        if isinstance(vision, str):
+            raise UsageError(
+                f"{name} is an image, but model {self.target.name!r} sees none: {vision}; allowed: text parts"
+            )
+        return vision.read(with_pictures(prompt), self.form, tokenizer)
 
     def _rendered(self, messages: list[Message]) -> list[int]:
         assert self.target.tokenizer is not None
@@ -335,12 +350,16 @@ class RequestReader:
         groups: list[list[Row]] = []
         for prompt, request in zip(prompts, all_params, strict=True):
             self._check_form(_single(prompt), chat)
+            if isinstance(request, SamplingParams) and request.n > 1:
+                request = self.own_options(request)
+                request = replace(request, temperature=float(request.temperature))  # refused if that is greedy
             per_text = replace(request, n=1) if isinstance(request, SamplingParams) and request.n > 1 else request
             first = self._row(len(groups), _single(prompt), per_text, chat, _name(len(groups), prompts))
+            assert isinstance(first.params, SamplingParams)  # in which a suffix has become tokens
             seeds = further_seeds(first.seed, request.n)
-            others = [self._row(len(groups), first.tokens, replace(per_text, seed=seed), chat) for seed in seeds]
+            others = [self._row(len(groups), first.tokens, replace(first.params, seed=seed), chat) for seed in seeds]
             for other in others:
-                other.messages = first.messages
+                other.messages, other.images = first.messages, first.images
             groups.append([first, *others])
         return groups
 
@@ -358,7 +377,11 @@ class RequestReader:
             )
         if params.n > 1:
             raise UsageError(f"n={params.n}; allowed: 1, except in generate")
-        backend, tokens = self.target.backend, self._encode(prompt, chat)
+        backend, is_infill, images = self.target.backend, params.suffix is not None, None
+        if is_infill:
+            tokens, params = self._infilled(prompt, params)
+        else:
+            tokens, images = self._encode(prompt, chat)
         if not tokens:
             raise UsageError(f"{name} is empty; allowed: at least one token")
         if bad := [token for token in tokens if not 0 <= token < backend.vocab_size]:
@@ -366,6 +389,11 @@ class RequestReader:
         room = backend.max_length - len(tokens)
         if room < 1:
             raise UsageError(f"{name} has {len(tokens)} tokens; allowed: at most {backend.max_length - 1}")
+        params = self.own_options(params)
+        if left_out := params.unset:
+            if "max_tokens" in left_out:
+                left_out["max_tokens"] = min(DEFAULT_MAX_TOKENS, room)
+            params = replace(params, **left_out)
         if params.max_tokens > room:
             raise UsageError(
                 f"max_tokens={params.max_tokens}; allowed: at most {room} after a prompt of {len(tokens)} tokens "
@@ -376,8 +404,9 @@ class RequestReader:
         ends = frozenset(() if params.ignore_eos else self.target.end_ids) | frozenset(params.stop_token_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         # a draft model's own template may have no form for tools, its own variables or a continued answer
-        messages = self._messages(prompt, chat) if self.form == PLAIN_CHAT else None
-        row = Row(index, tokens, params, seed, ends, messages=messages)
+        is_plain = self.form == PLAIN_CHAT and images is None and not is_infill
+        messages = self._messages(prompt, chat) if is_plain else None
+        row = Row(index, tokens, params, seed, ends, messages=messages, images=images)
         if params.stop_strings:
             if self.target.tokenizer is None:
                 raise UsageError(f"stop={list(params.stop_strings)!r} needs a tokenizer; allowed: stop_token_ids")
@@ -390,6 +419,21 @@ class RequestReader:
             row.constraint = self.grammars.constraint(constraint, ends)
         self._limit_thought(row, params.thinking_token_budget)
         return row
+
+    def _infilled(self, prompt: Any, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """The token ids of a text with a gap at its end, and the options with the tokens that end what fills it."""
+        suffix = params.suffix or ""
+        if not isinstance(prompt, str):
+            what = "token ids" if is_ids(prompt) else "chat messages"
+            raise UsageError(f"suffix with {what}; allowed: with a text, without the chat template")
+        if self.form != PLAIN_CHAT:
+            raise UsageError("suffix with options of the chat template, which it does not use; allowed: without them")
+        if self.target.tokenizer is not None:
+            check_size("prompt", [prompt, suffix], self.target.tokenizer, self.target.backend.max_length - 1)
+        check_text("prompt", prompt)
+        parts = infill(self.target.tokenizer, prompt, suffix)
+        ends = () if params.ignore_eos else parts.ends
+        return parts.ids, replace(params, suffix=None, stop_token_ids=(*params.stop_token_ids, *ends))
 
     def _limit_thought(self, row: Row, budget: int | None) -> None:
         """Give a row its budget of thought, unless its prompt ends the thought."""

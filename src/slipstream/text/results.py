@@ -10,17 +10,20 @@ from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field, replace
 from heapq import heappop, heappush
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.checks import counted
 from slipstream.core.rounds import FinishReason, Origin, Round, RowDraft, TokenLogprobs
 from slipstream.core.types import Row
-from slipstream.errors import UsageError, one_line
+from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.text.answer_reader import answer_tokenizer, begins_in_thought
 from slipstream.text.detokenizer import TokenTexts, new_text, read_as_committed, text_of
 from slipstream.text.round_view import RoundLines, percent, round_lines, to_html
 from slipstream.tokenization.answer_parser import AnswerParser, AnswerPiece
 from slipstream.tokenization.tokenizer import Tokenizer, ToolCall
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 SHOWN = 40  # characters of a text in a repr
 
@@ -29,13 +32,10 @@ SHOWN = 40  # characters of a text in a repr
 class Stats:
     """Totals over rounds; ratios are derived.
 
-    Positions are those of a draft, of a tree its depths: a token counts as accepted there if any of the tree's was.
-    Forced tokens are those of a constraint's drafts; what drafters proposed and what became of it leaves them out.
+    Positions are places in a draft, depths in a tree: a token counts as accepted there if any of the tree's was.
+    Forced tokens come from constraints and count neither as drafted nor as accepted.
     Seconds are counted once per step, so the rows of a batch that share a step share its time: the totals of one row
     say how long it was running, not what it cost alone.
-    accepted_prediction_tokens: committed tokens that came from requests' predictions; rejected_prediction_tokens: the
-    others that were verified. Both None if no request had a prediction.
-    experts_read: of a mixture, the sum over `num_expert_steps` steps of the distinct experts that a layer read.
     """
 
     num_rounds: int = 0
@@ -45,37 +45,61 @@ class Stats:
     num_accepted_tokens: int = 0
     num_forced_tokens: int = 0
     num_rejected_rounds: int = 0
-    accepted_prediction_tokens: int | None = None
-    rejected_prediction_tokens: int | None = None
-    experts_read: float = 0.0
+    accepted_prediction_tokens: int | None = None  # committed ones from predictions; None if no request had one
+    rejected_prediction_tokens: int | None = None  # the others that were verified
+    experts_read: float = 0.0  # of a mixture, the sum over `num_expert_steps` of the distinct experts a layer read
     num_expert_steps: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
+    # plain decoding's, by the planner's measured costs, for the tokens that took `compared_seconds`; both without
+    # reading prompts, and 0 if costs were not measured or nothing could be drafted
+    plain_seconds: float = 0.0
+    compared_seconds: float = 0.0
     lossless: bool = True
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
+    accepted_lengths: list[int] = field(default_factory=list)  # drafting rounds that accepted 0, 1, 2, ... tokens
 
     @classmethod
     def of(cls, rounds: Iterable[Round], *, lossless: bool = True) -> Stats:
         """Fold rounds, of one row or of many."""
-        stats, steps = cls(lossless=lossless), set()
+        stats, steps = cls(lossless=lossless), dict[int, list[Round]]()
         for round in rounds:
-            stats._count(round)
-            if round.step not in steps:
-                steps.add(round.step)
-                stats._time(round)
-        stats.num_steps = len(steps)
+            steps.setdefault(round.step, []).append(round)
+        for step in steps.values():
+            stats.add_step(step)
         return stats
 
     def add_step(self, rounds: Sequence[Round]) -> None:
-        """Fold all rounds of one more step."""
+        """Fold all rounds of one more step that are to be counted."""
         for round in rounds:
             self._count(round)
         self._time(rounds[0])
+        if (plain_seconds := rounds[0].plain_seconds) is not None:
+            self.plain_seconds += plain_seconds * sum(len(round.tokens) for round in rounds) / len(rounds)
+            self.compared_seconds += rounds[0].seconds.total - rounds[0].seconds.prefill
         self.num_steps += 1
+
+    def __add__(self, other: Stats) -> Stats:
+        """The totals over the rounds of both; lossless if both are."""
+        if not isinstance(other, Stats):
+            return NotImplemented
+        total = Stats(lossless=self.lossless and other.lossless)
+        for name in vars(total).keys() - {"lossless"}:
+            first, second = getattr(self, name), getattr(other, name)
+            if isinstance(first, list):
+                value: Any = [a + b for a, b in itertools.zip_longest(first, second, fillvalue=0)]
+            else:  # counts of predictions are None without any
+                value = second if first is None else first if second is None else first + second
+            setattr(total, name, value)
+        return total
+
+    def __radd__(self, zero: int) -> Stats:
+        """Lets `sum` add several."""
+        return self if zero == 0 else NotImplemented
 
     def _count(self, round: Round) -> None:
         self.num_rounds += 1
@@ -96,6 +120,9 @@ class Stats:
             rejected = round.num_prediction_tokens - accepted
             self.accepted_prediction_tokens = (self.accepted_prediction_tokens or 0) + accepted
             self.rejected_prediction_tokens = (self.rejected_prediction_tokens or 0) + rejected
+        longer = round.num_accepted_tokens + 1 - len(self.accepted_lengths)
+        self.accepted_lengths.extend([0] * longer)
+        self.accepted_lengths[round.num_accepted_tokens] += 1
         longer = round.num_levels - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * longer)
         self.accepted_per_position.extend([0] * longer)
@@ -145,6 +172,11 @@ class Stats:
         """Output tokens per second of total time, prefill included."""
         return self.num_output_tokens / self.total_seconds if self.total_seconds else 0.0
 
+    @property
+    def estimated_speed_up(self) -> float | None:
+        """Speed relative to plain decoding, by the planner's measured costs, prompts not counted; None if unknown."""
+        return self.plain_seconds / self.compared_seconds if self.compared_seconds else None
+
     def __repr__(self) -> str:
         drafts = "nothing drafted" if self.acceptance_rate is None else f"{percent(self.acceptance_rate)} accepted"
         rounds = f"{self.block_efficiency:.1f} per forward, {drafts}"
@@ -160,8 +192,17 @@ class Stats:
             "experts_per_round",
             "overhead_seconds",
             "tokens_per_second",
+            "estimated_speed_up",
         )
         return asdict(self) | {name: getattr(self, name) for name in ratios}
+
+    def to_dataframe(self) -> DataFrame:
+        """`to_dict` as a table of one row, for `pandas.concat`; needs pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise SlipstreamError("to_dataframe needs pandas; run: pip install pandas") from None
+        return pandas.DataFrame([self.to_dict()])
 
 
 @dataclass(frozen=True)
@@ -186,7 +227,7 @@ class Result:
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before it answered, without marks."""
+        """The model's thoughts before its answer, without marks."""
         return "".join(piece.text for piece in self.parts or () if piece.kind == "thought")
 
     @property
@@ -412,7 +453,9 @@ def statistics_line(stats: Stats, drafter: str) -> str:
     efficiency = f"{stats.block_efficiency:.2f} tokens per forward"
     speed = f"{counted(stats.num_output_tokens, 'token')}, {stats.tokens_per_second:.1f} tok/s"
     forced = f", {stats.num_forced_tokens} forced by the constraint" if stats.num_forced_tokens else ""
-    line = f"{speed}, {drafter}: {rate}, {efficiency}{forced}"
+    speed_up = stats.estimated_speed_up if stats.num_draft_tokens else None
+    about = "" if speed_up is None else f", about {speed_up:.1f}x plain decoding"
+    line = f"{speed}, {drafter}: {rate}, {efficiency}{forced}{about}"
     if stats.accepted_prediction_tokens is None:
         return line
     counts = f"{stats.accepted_prediction_tokens} accepted, {stats.rejected_prediction_tokens} rejected"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -22,40 +22,25 @@ from slipstream.tokenization.tokenizer import Tokenizer
 
 Kind = Literal["accepted", "branch", "forced", "rejected", "recovered", "bonus", "plain"]
 
-STYLES: dict[Kind, str] = {
-    "accepted": "green",
-    "branch": "green underline",
-    "forced": "cyan",
-    "rejected": "red strike",
-    "recovered": "blue",
-    "bonus": "blue",
-    "plain": "",
+
+class Look(NamedTuple):
+    """How tokens of one kind are shown."""
+
+    style: str  # in a terminal
+    css: str = ""  # in a notebook
+    mark: str = ""  # before and after the token
+    meaning: str = ""  # in the legend; the target's own tokens share one
+
+
+LOOKS: dict[Kind, Look] = {
+    "accepted": Look("green", "color:#14742d", "", "accepted"),
+    "branch": Look("green underline", "color:#14742d;text-decoration:underline", "^", "accepted from a branch"),
+    "forced": Look("cyan", "color:#0b6e77", "=", "forced by the constraint"),
+    "rejected": Look("red strike", "color:#b3261e;text-decoration:line-through", "-", "rejected"),
+    "recovered": Look("blue", "color:#1a55b0;font-weight:600", "+", "the target's own (recovered or bonus)"),
+    "bonus": Look("blue", "color:#1a55b0;font-weight:600", "+"),
+    "plain": Look(""),
 }
-MARKS: dict[Kind, tuple[str, str]] = {
-    "accepted": ("", ""),
-    "branch": ("^", "^"),
-    "forced": ("=", "="),
-    "rejected": ("-", "-"),
-    "recovered": ("+", "+"),
-    "bonus": ("+", "+"),
-    "plain": ("", ""),
-}
-_CSS: dict[Kind, str] = {
-    "accepted": "color:#14742d",
-    "branch": "color:#14742d;text-decoration:underline",
-    "forced": "color:#0b6e77",
-    "rejected": "color:#b3261e;text-decoration:line-through",
-    "recovered": "color:#1a55b0;font-weight:600",
-    "bonus": "color:#1a55b0;font-weight:600",
-    "plain": "",
-}
-_LEGEND: tuple[tuple[Kind, str], ...] = (
-    ("accepted", "accepted"),
-    ("branch", "accepted from a branch"),
-    ("forced", "forced by the constraint"),
-    ("rejected", "rejected"),
-    ("recovered", "the target's own (recovered or bonus)"),
-)
 
 
 @dataclass(frozen=True)
@@ -68,18 +53,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class RoundView:
-    """One round: its pieces in order of position, and the running counts up to and including it.
-
-    predicted: its draft is the request's prediction.
-    """
+    """One round, and the running counts up to and including it."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # in order of position
     num_draft_tokens: int
     num_accepted_tokens: int
     total_drafted: int
     total_accepted: int
-    predicted: bool = False
+    predicted: bool = False  # the draft is the request's prediction
 
     @property
     def acceptance(self) -> str:
@@ -120,17 +102,17 @@ def _kinds_of(all_views: Sequence[RoundView]) -> frozenset[Kind]:
     return frozenset(piece.kind for view in all_views for piece in view.pieces)
 
 
-def _meanings(kinds: frozenset[Kind]) -> list[tuple[Kind, str]]:
-    """Kinds of tokens and their meanings: the common kinds, and the rare ones that occur."""
-    return [(kind, meaning) for kind, meaning in _LEGEND if kind in kinds or kind not in ("branch", "forced")]
+def _explained(kinds: frozenset[Kind]) -> list[Look]:
+    """The looks that a legend explains: the common ones, and the rare ones that occur."""
+    rare = {"branch", "forced"} - kinds
+    return [look for kind, look in LOOKS.items() if look.meaning and kind not in rare]
 
 
 def legend(kinds: frozenset[Kind] = frozenset()) -> Text:
     """The meanings of colors and marks. kinds: those that occur; rare kinds are explained only if they do."""
     text = Text.assemble(("round accepted/drafted acceptance so far | ", "dim"))
-    for kind, meaning in _meanings(kinds):
-        before, after = MARKS[kind]
-        text.append(f"{before}{meaning}{after}", STYLES[kind])
+    for look in _explained(kinds):
+        text.append(f"{look.mark}{look.meaning}{look.mark}", look.style)
         text.append("  ")
     return text
 
@@ -139,8 +121,8 @@ def round_line(view: RoundView) -> Text:
     """One round as a line of colored, marked text."""
     line = Text.assemble((f"{view.caption} | ", "dim"))
     for piece in view.pieces:
-        before, after = MARKS[piece.kind]
-        line.append(f"{before}{_visible(piece.text)}{after}", STYLES[piece.kind])
+        look = LOOKS[piece.kind]
+        line.append(f"{look.mark}{_visible(piece.text)}{look.mark}", look.style)
     return line
 
 
@@ -169,13 +151,13 @@ def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
     """The output, each token in the color of its origin, and a table of rounds to unfold."""
     all_views = list(views(rounds, tokenizer))
     kept = [piece for view in all_views for piece in view.pieces if piece.kind != "rejected"]
-    text = "".join(f'<span style="{_CSS[piece.kind]}">{escape(piece.text)}</span>' for piece in kept)
+    text = "".join(f'<span style="{LOOKS[piece.kind].css}">{escape(piece.text)}</span>' for piece in kept)
     lines = "".join(
         f"<tr><td><code>{escape(view.caption)}</code></td><td>{''.join(map(_marked, view.pieces))}</td></tr>"
         for view in all_views
     )
-    meanings = _meanings(_kinds_of(all_views))
-    marks = ", ".join(f'<span style="{_CSS[kind]}">{"".join(MARKS[kind])[:1]}{m}</span>' for kind, m in meanings)
+    looks = _explained(_kinds_of(all_views))
+    marks = ", ".join(f'<span style="{look.css}">{look.mark}{look.meaning}</span>' for look in looks)
     summary = f"{len(all_views)} rounds, acceptance {all_views[-1].acceptance}" if all_views else "no rounds"
     return (
         f'<div style="white-space:pre-wrap;font-family:monospace">{text}</div>'
@@ -190,8 +172,8 @@ def _visible(text: str) -> str:
 
 
 def _marked(piece: Piece) -> str:
-    before, after = MARKS[piece.kind]
-    return f'<span style="{_CSS[piece.kind]}">{before}{escape(_visible(piece.text))}{after}</span>'
+    look = LOOKS[piece.kind]
+    return f'<span style="{look.css}">{look.mark}{escape(_visible(piece.text))}{look.mark}</span>'
 
 
 def percent(value: float | None) -> str:

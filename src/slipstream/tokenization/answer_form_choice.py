@@ -33,22 +33,20 @@ QUESTION = {"role": "user", "content": "hi"}
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template. render: messages and tools to text; raises anything. names: of the tokenizer's added tokens.
-
-    reads_tools: False if prompts describe tools in a text, which asks for calls in Hermes' form.
-    """
+    """A chat template, and what its tokenizer says about answers."""
 
     text: str
+    # (messages, tools, whether the answer begins) -> text; may raise anything
     render: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
-    names: Collection[str]
+    names: Collection[str]  # of the tokenizer's added tokens
     response_template: Mapping[str, Any] | None = None
-    reads_tools: bool = True
+    reads_tools: bool = True  # False: prompts describe tools in a text, which asks for calls in Hermes' form
 
     def written_calls(self, count: int = 1) -> str | None:
         """An answer with calls as the template writes it; None if it writes none."""
         name, arguments = EXAMPLE
-        for given in (arguments, json.dumps(arguments)):
-            call = {"id": "123456789", "type": "function", "function": {"name": name, "arguments": given}}
+        for value in (arguments, json.dumps(arguments)):  # some templates read an object, others its JSON
+            call = {"id": "123456789", "type": "function", "function": {"name": name, "arguments": value}}
             answer = {"role": "assistant", "content": "", "tool_calls": [call] * count}
             try:
                 before = self.render([QUESTION], [PROBE], True)
@@ -56,7 +54,9 @@ class Template:
             except Exception:  # a template may raise anything, and then it writes no calls
                 continue
             same = next((i for i, pair in enumerate(zip(before, after, strict=False)) if len({*pair}) > 1), len(before))
-            same = len(after[:same].rstrip("<|\uff5c["))  # signs that all marks begin with belong to the answer's
+            # the answer begins with a whole mark, also where the prompt ends with one that begins alike: <think>
+            opening = max(after.rfind(bracket, 0, same) for bracket in "<[")
+            same = opening if opening > max(after.rfind(bracket, 0, same) for bracket in ">]") else same
             if name in after[same:]:
                 return after[same:]
         return None
@@ -66,19 +66,19 @@ def answer_form(template: Template) -> AnswerForm:
     """The form of a model's answers."""
     thought = _thought_form(template)
     if not template.reads_tools:
-        told = None if template.response_template is None else _told_forms(template.response_template)[0]
-        return AnswerForm(told or thought, HERMES)
+        declared = None if template.response_template is None else _declared_forms(template.response_template)[0]
+        return AnswerForm(declared or thought, HERMES)
     written = template.written_calls()
     for form in CALLS if written is not None else ():
         if _example_calls(AnswerForm(thought, form), written or ""):
             return AnswerForm(thought, form)
     if template.response_template is not None:
-        told_thought, told_calls = _told_forms(template.response_template)
-        if told_calls is not None:
-            return AnswerForm(told_thought or thought, told_calls)
-        thought = told_thought or thought
+        declared_thought, declared_calls = _declared_forms(template.response_template)
+        thought = declared_thought or thought
+        if declared_calls is not None:
+            return AnswerForm(thought, declared_calls)
     for texts in (template.text, template.names):
-        if named := [form for form in CALLS if all(sign in texts for sign in form.signs)]:
+        if named := [form for form in CALLS if all(mark in texts for mark in form.template_marks)]:
             return AnswerForm(thought, named[0])
     return AnswerForm(thought, HERMES)
 
@@ -86,15 +86,14 @@ def answer_form(template: Template) -> AnswerForm:
 def call_text(form: AnswerForm, template: Template) -> CallText | None:
     """The text of calls, as the chat template writes them or else as the table does; None if neither is read."""
     for text in (template.written_calls(), form.calls.example):
-        found = _text_around(form, text) if text is not None and _example_calls(form, text) else None
-        if found is not None:
+        around = _text_around(form, text) if text is not None and _example_calls(form, text) else None
+        if around is not None:
             two = template.written_calls(2) or ""
-            ends = [end for _, end in _example_calls(form, two)]
-            starts = [start for start, _ in _example_calls(form, two)]
-            between = two[ends[0] : starts[1]] if len(ends) == 2 else "\n"
+            places = _example_calls(form, two)
+            between = two[places[0][1] : places[1][0]] if len(places) == 2 else "\n"
             # a mark such as <|call|> ends the turn
-            found = replace(found, behind=found.behind.removesuffix("<|call|>"))
-            return replace(found, between_calls=between) if between.strip() == "" else found
+            around = replace(around, after=around.after.removesuffix("<|call|>"))
+            return replace(around, between_calls=between) if between.strip() == "" else around
     return None
 
 
@@ -112,9 +111,9 @@ def _text_around(form: AnswerForm, text: str) -> CallText | None:
     before, _, rest = text.partition(name)
     if form.calls.arguments in ("call", "json"):
         for separators in ((", ", ": "), (",", ":")):
-            between, found, behind = rest.partition(json.dumps(arguments, separators=separators))
-            if found:
-                return CallText(before, between, behind, "\n")
+            between, match, after = rest.partition(json.dumps(arguments, separators=separators))
+            if match:
+                return CallText(before, between, after, "\n")
         return None
     first, second = arguments
     opening, _, rest = rest.partition(first)
@@ -122,14 +121,14 @@ def _text_around(form: AnswerForm, text: str) -> CallText | None:
     middle, _, rest = rest.partition(second)
     if not rest.startswith(value):
         return None
-    behind = rest[len(value) + len(str(arguments[second])) :]
+    after = rest[len(value) + len(str(arguments[second])) :]
     key = os.path.commonprefix([opening[::-1], middle[::-1]])[::-1]  # noqa: RUF071 - of texts
     value_end = middle.removesuffix(key)
-    if any(name in part for name in arguments for part in (key, value, value_end, behind)):
+    if any(name in part for name in arguments for part in (key, value, value_end, after)):
         return None  # names occur in further places, such as closing tags
-    separates = not behind.startswith(value_end)
-    behind = behind if separates else behind.removeprefix(value_end)
-    return CallText(before, opening.removesuffix(key), behind, "\n", True, key, value, value_end, separates)
+    separates = not after.startswith(value_end)
+    after = after if separates else after.removeprefix(value_end)
+    return CallText(before, opening.removesuffix(key), after, "\n", True, key, value, value_end, separates)
 
 
 def _example_calls(form: AnswerForm, written: str) -> list[tuple[int, int]]:
@@ -153,12 +152,12 @@ def _example_calls(form: AnswerForm, written: str) -> list[tuple[int, int]]:
 
 
 def _thought_form(template: Template) -> ThoughtForm | None:
-    by_text = (form for form in THOUGHTS if (form.sign or form.closing) in template.text)
-    by_token = (form for form in THOUGHTS if (form.sign or form.closing) in template.names)
+    by_text = (form for form in THOUGHTS if (form.template_mark or form.closing) in template.text)
+    by_token = (form for form in THOUGHTS if (form.template_mark or form.closing) in template.names)
     return next(by_text, None) or next(by_token, None)
 
 
-def _told_forms(response_template: Mapping[str, Any]) -> tuple[ThoughtForm | None, CallForm | None]:
+def _declared_forms(response_template: Mapping[str, Any]) -> tuple[ThoughtForm | None, CallForm | None]:
     """The forms that a response template of transformers describes; None for kinds that are not in the table."""
     fields = response_template.get("fields", {})
     thought, calls = None, None

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001 - DeepSeek's marks have wide signs
+# ruff: noqa: RUF001 - DeepSeek's marks have wide characters
 """The forms in which models write thoughts and tool calls.
 
 One table serves reading and forcing. The facts are those of the models' chat templates, checked against transformers'
@@ -26,7 +26,7 @@ class ThoughtForm:
 
     opening: str
     closing: str
-    sign: str = ""  # a text of the chat template or the name of a token, if not the closing mark
+    template_mark: str = ""  # a text of the chat template or the name of a token, if not the closing mark
     opens: str = ""  # pattern of the opening mark, if it has several spellings
     closes: str = ""  # the same of the closing mark
     anywhere: bool = False  # the mark is a special token, which no text quotes; other thoughts open an answer
@@ -76,7 +76,7 @@ class CallForm:
     pairs: str = ""
     quotes: tuple[str, ...] = ()  # of strings in lax objects
     padding: str = ""  # belongs to the tags where a value between them begins or ends with it
-    signs: tuple[str, ...] = ()  # texts in the template of a model that writes this form
+    template_marks: tuple[str, ...] = ()  # texts in the template of a model that writes this form
 
     @cached_property
     def opening_pattern(self) -> Any:
@@ -104,9 +104,9 @@ class CallForm:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of a model's answers. thought: None for models that write none."""
+    """The form of a model's answers."""
 
-    thought: ThoughtForm | None
+    thought: ThoughtForm | None  # None for models that write no thoughts
     calls: CallForm
 
     @property
@@ -124,12 +124,12 @@ class CallText:
 
     before: str  # the name
     between: str  # the name and the arguments, or what precedes the first key
-    behind: str  # the arguments
+    after: str  # the arguments
     between_calls: str
     has_keys: bool = False
     key: str = ""  # before a key
     value: str = ""  # before a value
-    value_end: str = ""  # behind each value; only between two values if `separates`
+    value_end: str = ""  # after each value; only between two values if `separates`
     separates: bool = False
 
     @property
@@ -146,7 +146,7 @@ THOUGHTS = (
     ThoughtForm(
         opening="<|channel|>analysis<|message|>",
         closing="<|end|>",
-        sign="<|channel|>",
+        template_mark="<|channel|>",
         opens=r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
         closes=r"<\|end\|>|(?=<\|start\|>|<\|channel\|>)",
         anywhere=True,
@@ -155,7 +155,7 @@ THOUGHTS = (
         turn="<|start|>assistant",
         text="<|channel|>final<|message|>",
     ),
-    ThoughtForm("<|channel>thought\n", "<channel|>", sign="<|channel>", anywhere=True),
+    ThoughtForm("<|channel>thought\n", "<channel|>", template_mark="<|channel>", anywhere=True),
     ThoughtForm("[THINK]", "[/THINK]", anywhere=True),
     ThoughtForm("<|START_THINKING|>", "<|END_THINKING|>", anywhere=True),
     ThoughtForm("<seed:think>", "</seed:think>"),
@@ -164,9 +164,9 @@ THOUGHTS = (
 )
 
 
-def _tags(*, key: str, behind_key: str, end: str, behind: str) -> str:
+def _tags(*, key: str, after_key: str, end: str, after: str) -> str:
     """The pattern of one argument between tags: its value ends at the first closing tag that further tags follow."""
-    return rf"{key}(?P<value>.*?){end}\s*(?={behind})".replace("KEY", rf"(?P<key>[^<>\"\n]+){behind_key}")
+    return rf"{key}(?P<value>.*?){end}\s*(?={after})".replace("KEY", rf"(?P<key>[^<>\"\n]+){after_key}")
 
 
 CALLS = (
@@ -177,11 +177,11 @@ CALLS = (
         "</function>\n</tool_call>",
         "tags",
         head=r"\s*<function=(?P<name>[^<>\n]+)>\s*",
-        pairs=_tags(key="<parameter=KEY", behind_key=">", end="</parameter>", behind="<parameter=|</function>"),
+        pairs=_tags(key="<parameter=KEY", after_key=">", end="</parameter>", after="<parameter=|</function>"),
         tail="</function>",
         closing=r"\s*(?:</tool_call>|</seed:tool_call>)",
         padding="\n",
-        signs=("<function=", "<parameter="),
+        template_marks=("<function=", "<parameter="),
     ),
     CallForm(
         "keys and values in tags",  # GLM 4.5 to 5
@@ -192,13 +192,13 @@ CALLS = (
         head=r"\s*(?P<name>[^\s<>{}\[\]]+)\s*",
         pairs=_tags(
             key="<arg_key>KEY",
-            behind_key=r"</arg_key>\s*<arg_value>",
+            after_key=r"</arg_key>\s*<arg_value>",
             end="</arg_value>",
-            behind="<arg_key>|</tool_call>",
+            after="<arg_key>|</tool_call>",
         ),
         tail="(?=</tool_call>)",
         closing="</tool_call>",
-        signs=("<arg_key>", "<arg_value>"),
+        template_marks=("<arg_key>", "<arg_value>"),
     ),
     CallForm(
         "invocations",  # MiniMax M2
@@ -207,12 +207,10 @@ CALLS = (
         '<parameter name="second">8</parameter>\n</invoke>\n</minimax:tool_call>',
         "tags",
         head=r'\s*<invoke name="(?P<name>[^"<>\n]+)">\s*',
-        pairs=_tags(
-            key='<parameter name="KEY', behind_key='">', end="</parameter>", behind="<parameter name=|</invoke>"
-        ),
+        pairs=_tags(key='<parameter name="KEY', after_key='">', end="</parameter>", after="<parameter name=|</invoke>"),
         tail="</invoke>",
         closing=r"\s*</minimax:tool_call>",
-        signs=("<minimax:tool_call>",),
+        template_marks=("<minimax:tool_call>",),
     ),
     CallForm(
         "typed invocations",  # DeepSeek V3.2, V4
@@ -225,13 +223,13 @@ CALLS = (
         head=r'\s*<｜DSML｜invoke name="(?P<name>[^"<>\n]+)">\s*',
         pairs=_tags(
             key='<｜DSML｜parameter name="KEY',
-            behind_key=r'" string="(?P<string>true|false)">',
+            after_key=r'" string="(?P<string>true|false)">',
             end="</｜DSML｜parameter>",
-            behind="<｜DSML｜parameter name=|</｜DSML｜invoke>",
+            after="<｜DSML｜parameter name=|</｜DSML｜invoke>",
         ),
         tail="</｜DSML｜invoke>",
         closing=r"\s*</｜DSML｜(?:function_calls|tool_calls)>",
-        signs=("<｜DSML｜",),
+        template_marks=("<｜DSML｜",),
     ),
     CallForm(
         "DeepSeek's marks",  # R1, V3: with a type and a fence; V3.1: without
@@ -244,7 +242,7 @@ CALLS = (
         r"|(?P<name>[^\n<]+)<｜tool▁sep｜>)",
         tail=r"\s*(?:```)?\s*<｜tool▁call▁end｜>",
         closing=r"\s*<｜tool▁calls▁end｜>",
-        signs=("<｜tool▁calls▁begin｜>",),
+        template_marks=("<｜tool▁calls▁begin｜>",),
     ),
     CallForm(
         "Kimi's marks",  # Kimi K2
@@ -257,10 +255,10 @@ CALLS = (
         r"<\|tool_call_argument_begin\|>\s*",
         tail=r"\s*<\|tool_call_end\|>",
         closing=r"\s*<\|tool_calls_section_end\|>",
-        signs=("<|tool_calls_section_begin|>",),
+        template_marks=("<|tool_calls_section_begin|>",),
     ),
     CallForm(
-        "channels",  # gpt-oss: the recipient stands before the channel in templates, behind it in answers
+        "channels",  # gpt-oss: the recipient stands before the channel in templates, after it in answers
         r"(?=(?:\A|<\|start\|>)(?:assistant)? to=functions\.[^\s<]+\s*<\|channel\|>"
         r"|(?:<\|start\|>assistant)?<\|channel\|>\w+ to=functions\.)",
         "<|channel|>commentary to=functions.probe_one <|constrain|>json<|message|>" + JSON_ARGUMENTS + "<|call|>",
@@ -269,7 +267,7 @@ CALLS = (
         r"|(?:<\|start\|>assistant)?<\|channel\|>\w+ to=functions\.(?P<name>[^\s<]+))"
         r"\s*(?:<\|constrain\|>)?\w*\s*<\|message\|>\s*",
         closing=r"\s*<\|call\|>",
-        signs=("<|channel|>", "to=functions."),
+        template_marks=("<|channel|>", "to=functions."),
     ),
     CallForm(
         "Gemma 4's marks",
@@ -279,7 +277,7 @@ CALLS = (
         head=r"\s*call:(?P<name>[^{\s]+)\s*",
         closing=r"\s*<tool_call\|>",
         quotes=('<|"|>', '"'),
-        signs=("<|tool_call>", "call:"),
+        template_marks=("<|tool_call>", "call:"),
     ),
     CallForm(
         "FunctionGemma's marks",
@@ -289,7 +287,7 @@ CALLS = (
         head=r"\s*call:(?P<name>[^{\s]+)\s*",
         closing=r"\s*<end_function_call>",
         quotes=("<escape>", '"'),
-        signs=("<start_function_call>",),
+        template_marks=("<start_function_call>",),
     ),
     CallForm(
         "Python calls between marks",  # LFM2
@@ -297,7 +295,7 @@ CALLS = (
         "<|tool_call_start|>[probe_one(first=7, second=8)]<|tool_call_end|>",
         "python",
         closing=r"\s*<\|tool_call_end\|>",
-        signs=("<|tool_call_start|>",),
+        template_marks=("<|tool_call_start|>",),
     ),
     CallForm(
         "Python calls in tags",  # Olmo 3
@@ -305,7 +303,7 @@ CALLS = (
         "<function_calls>\nprobe_one(first=7, second=8)\n</function_calls>",
         "python",
         closing=r"\s*</function_calls>",
-        signs=("<function_calls>",),
+        template_marks=("<function_calls>",),
     ),
     CallForm(
         "names before arguments",  # Mistral from version 11 of its tokenizers on
@@ -313,14 +311,14 @@ CALLS = (
         "[TOOL_CALLS]probe_one[ARGS]" + JSON_ARGUMENTS,
         "json",
         head=r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?P<id>[^\s\[]+))?\[ARGS\]\s*",
-        signs=("[TOOL_CALLS]", "[ARGS]"),
+        template_marks=("[TOOL_CALLS]", "[ARGS]"),
     ),
     CallForm(
-        "a list behind a mark",  # Mistral before
+        "a list after a mark",  # Mistral before
         r"\[TOOL_CALLS\](?=\s*\[)",
         f"[TOOL_CALLS][{JSON_CALL}]",
         "call",
-        signs=("[TOOL_CALLS]",),
+        template_marks=("[TOOL_CALLS]",),
     ),
     CallForm(
         "actions",  # Cohere
@@ -330,7 +328,7 @@ CALLS = (
         + "}\n]<|END_ACTION|>",
         "call",
         closing=r"\s*<\|END_ACTION\|>",
-        signs=("<|START_ACTION|>",),
+        template_marks=("<|START_ACTION|>",),
     ),
     CallForm(
         "a list in tags",  # Nemotron Nano 2
@@ -338,15 +336,15 @@ CALLS = (
         f"<TOOLCALL>[{JSON_CALL}]</TOOLCALL>",
         "call",
         closing=r"\s*</TOOLCALL>",
-        signs=("<TOOLCALL>",),
+        template_marks=("<TOOLCALL>",),
     ),
     CallForm(
-        "a list behind a token",  # Granite 3, Phi-4 mini
+        "a list after a token",  # Granite 3, Phi-4 mini
         r"<\|tool_call\|>(?=\s*[\[{])",
         f"<|tool_call|>[{JSON_CALL}]",
         "call",
         closing=r"\s*<\|/tool_call\|>",
-        signs=("<|tool_call|>",),
+        template_marks=("<|tool_call|>",),
     ),
     CallForm(
         "JSON in tags",  # Hermes, Qwen2.5, Qwen3, SmolLM3, Granite 4
@@ -354,14 +352,14 @@ CALLS = (
         f"<tool_call>\n{JSON_CALL}\n</tool_call>",
         "call",
         closing=r"\s*</tool_call>",
-        signs=("<tool_call>",),
+        template_marks=("<tool_call>",),
     ),
     CallForm(
-        "JSON behind a tag",  # Llama 3
+        "JSON after a tag",  # Llama 3
         r"<\|python_tag\|>(?=\s*\{)",
         '{"name": "probe_one", "parameters": ' + JSON_ARGUMENTS + "}",
         "call",
-        signs=('"parameters": ', '{"name": '),
+        template_marks=('"parameters": ', '{"name": '),
     ),
 )
 

@@ -21,11 +21,12 @@ Kind = Literal["thought", "text", "call"]
 KEPT = 4096  # characters that were read, before they are forgotten
 CAN_END_CALLS = re.compile(r"[}\])>]")
 SPACE = re.compile(r"\s*")
-# JSON that may be a call without marks; in a fence, it is one only if the fence is the whole answer
-BARE_CALL = regex.compile(r'\[?\s*\{\s*"(?:name|arguments|parameters|type|function)"\s*:')
+# JSON that may be a call without marks; in fences, it is one only if they are the whole answer
+BARE_CALL = regex.compile(r'\[?\s*\{{1,2}\s*"(?:name|arguments|parameters|type|function)"\s*:')
 FENCE = regex.compile(r"```(?:json|tool_call|tool_code)?[ \t]*\n\s*(?=[\[{])")
 FENCE_END = regex.compile(r"\s*```\s*\Z")
 BETWEEN_BARE_CALLS = regex.compile(r"\s*[;,]?\s*(?=\{)")
+NEXT_FENCE = regex.compile(rf"\s*```\s*{FENCE.pattern}")
 UNFINISHED = re.compile(r'"|-?\d*\.?\d*(?:[eE][+-]?\d*)?\Z|[a-zA-Z]+\Z|\\u?[0-9a-fA-F]{0,4}\Z')  # at the end of JSON
 WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
@@ -41,7 +42,7 @@ class AnswerPiece:
 
 
 class _Section(NamedTuple):
-    """Calls that were read, and the character behind them."""
+    """Calls that were read, and the position after them."""
 
     calls: list[ToolCall]
     end: int
@@ -65,7 +66,7 @@ class AnswerParser:
         self._place = 0  # of the first character that belongs to no piece yet
         self._skipped = ""  # marks and whitespace before it, which go with the next piece
         self._search = 0  # where the search for marks goes on, if a mark before it turned out to be text
-        self._asked = 0  # how much of the text was there when a section of calls was not complete
+        self._incomplete_at = 0  # how much of the text was there when a section of calls was not complete
         self._is_fresh = True  # the present part has no text yet
         self._follows_mark = in_thought  # whitespace here belongs to the mark
         self._can_be_bare = bool(tools)  # no text and no call in marks yet
@@ -76,7 +77,8 @@ class AnswerParser:
         if self._place > KEPT:  # one character stays, so that nothing else looks like the beginning of the answer
             cut = self._place - 1
             self._text, self._place = self._text[cut:], 1
-            self._search, self._asked = max(0, self._search - cut), max(0, self._asked - cut)
+            self._search = max(0, self._search - cut)
+            self._incomplete_at = max(0, self._incomplete_at - cut)
         self._text += text
         return self._pieces(is_end=False)
 
@@ -194,7 +196,7 @@ class AnswerParser:
         return self.in_thought or self._calls is not None or (self._thought is not None and self._thought.anywhere)
 
     def _skip_to(self, end: int) -> None:
-        """Leave out a mark; another part begins behind it."""
+        """Leave out a mark; another part begins after it."""
         self._skipped += self._text[self._place : end]
         self._place, self._is_fresh, self._follows_mark = end, True, True
 
@@ -248,17 +250,17 @@ class AnswerParser:
                     raise _Unfinished
                 place = mark.end()  # an answer may be cut off within the mark
                 break
-        self._asked = 0
+        self._incomplete_at = 0
         return _Section(calls, place) if calls else None
 
     def _wait_for_end(self, is_end: bool) -> None:
         """Raise `_Unfinished` if calls were not complete before, and nothing came that can complete them."""
-        asked, self._asked = self._asked, len(self._text)
-        if asked and not is_end and not CAN_END_CALLS.search(self._text, asked):
+        before, self._incomplete_at = self._incomplete_at, len(self._text)
+        if before and not is_end and not CAN_END_CALLS.search(self._text, before):
             raise _Unfinished
 
     def _calls_at(self, form: CallForm, place: int, is_end: bool) -> tuple[list[ToolCall], int]:
-        """The calls at a place, usually one, and the character behind them. ValueError if there are none."""
+        """The calls at a place, usually one, and the position after them. ValueError if there are none."""
         head = self._matched(form.head_pattern, place, is_end)
         if head is None:
             raise ValueError
@@ -314,11 +316,13 @@ class AnswerParser:
             if not calls_read or any(call.name not in self._schemas for call in calls_read):
                 break
             calls, place = calls + calls_read, end
-            between = None if fence is not None else self._matched(BETWEEN_BARE_CALLS, place, is_end)
+            between = self._matched(BETWEEN_BARE_CALLS, place, is_end)
+            if between is None and fence is not None:
+                between = self._matched(NEXT_FENCE, place, is_end)
             if between is None:
                 break
             place = between.end()
-        self._asked = 0
+        self._incomplete_at = 0
         if not calls or fence is None:
             return _Section(calls, place) if calls else None
         closing = FENCE_END.match(self._text, place, partial=not is_end)
@@ -384,14 +388,24 @@ def _call(name: Any, arguments: Any, identifier: str | None = None) -> ToolCall:
 
 
 def _json(text: str, place: int, is_end: bool) -> tuple[Any, int]:
-    """A JSON value and the character behind it. Raises `_Unfinished` if it may go on, ValueError if it is none."""
+    """A JSON value and the position after it. Raises `_Unfinished` if it may go on, ValueError if it is none.
+
+    Double braces around an object count once: templates of Qwen2.5-Coder show calls with them.
+    """
     place = cast("re.Match[str]", SPACE.match(text, place)).end()
+    is_doubled = text.startswith("{{", place)
     try:
-        return json.JSONDecoder(strict=False).raw_decode(text, place)
+        value, end = json.JSONDecoder(strict=False).raw_decode(text, place + is_doubled)
     except json.JSONDecodeError as error:
         if not is_end and (error.pos >= len(text) or UNFINISHED.match(text, error.pos)):
             raise _Unfinished from None
         raise
+    if is_doubled:
+        brace = cast("re.Match[str]", SPACE.match(text, end)).end()
+        if brace == len(text) and not is_end:
+            raise _Unfinished
+        end = brace + 1 if text.startswith("}", brace) else end
+    return value, end
 
 
 class _Literals:
@@ -424,14 +438,14 @@ class _Literals:
             raise _Unfinished
         raise ValueError
 
-    def take(self, sign: str) -> bool:
+    def take(self, character: str) -> bool:
         """Consume this character if it comes next."""
-        is_next = self.peek() == sign
+        is_next = self.peek() == character
         self.place += is_next
         return is_next
 
-    def expect(self, sign: str) -> None:
-        if not self.take(sign):
+    def expect(self, character: str) -> None:
+        if not self.take(character):
             raise ValueError
 
     def value(self, depth: int = 0) -> Any:
@@ -525,7 +539,7 @@ class _Literals:
 
 
 def _python_calls(text: str, place: int, is_end: bool) -> tuple[list[tuple[str, dict[str, Any]]], int]:
-    """A list of Python calls with named literals, or one call, and the character behind it. Raises like `_json`."""
+    """A list of Python calls with named literals, or one call, and the position after it. Raises like `_json`."""
     reader = _Literals(text, place, is_end)
     calls: list[tuple[str, dict[str, Any]]] = []
     is_list = reader.take("[")

@@ -23,10 +23,10 @@ PLAIN = "the end"  # every tokenizer must have tokens for this
 
 @dataclass(frozen=True)
 class Encoding:
-    """A text as token ids. starts: for each, the character of the text at which it begins."""
+    """A text as token ids."""
 
     ids: list[int]
-    starts: list[int]
+    starts: list[int]  # for each id, the character of the text at which it begins
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class NamedModel(Protocol):
 
 
 class RunningModel(NamedModel, Protocol):
-    """A loaded model.
+    """A model that is loaded.
 
     backend: knows the sizes of its vocabulary and its context. view: None unless the caller has loaded the model.
     """

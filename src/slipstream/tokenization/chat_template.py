@@ -79,10 +79,6 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 @lru_cache(16)
 def compiled(template: str) -> Template:
     """Raises `TemplateError` for a template that cannot be read."""
@@ -92,7 +88,7 @@ def compiled(template: str) -> Template:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": _Dictionary(),
         "namespace": _Namespace,
     }

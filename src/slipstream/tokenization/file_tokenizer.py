@@ -23,14 +23,21 @@ ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "c
 class FileTokenizer:
     """Encodes, decodes, and renders conversations.
 
-    special_tokens_map: texts of tokens by their roles, such as eos_token.
+    special_tokens_map: texts of tokens by their roles, such as eos_token. infill_names: the tokens that begin a prefix,
+    a suffix and the gap between them, if the model's file declares them.
     """
 
     is_fast = True
     response_template = None
 
-    def __init__(self, backend: Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None = None) -> None:
-        self.backend_tokenizer, self.chat_template = backend, chat_template
+    def __init__(
+        self,
+        backend: Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None = None,
+        infill_names: Sequence[str] = (),
+    ) -> None:
+        self.backend_tokenizer, self.chat_template, self.infill_names = backend, chat_template, infill_names
         self.special_tokens_map = {role: special_tokens[role] for role in ROLES if role in special_tokens}
         backend.add_special_tokens([AddedToken(text, normalized=False) for text in self.special_tokens_map.values()])
 
@@ -44,6 +51,7 @@ class FileTokenizer:
             Tokenizer.from_file(str(folder / TOKENIZER)),
             {role: token["content"] if isinstance(token, dict) else token for role, token in tokens.items()},
             template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template"),
+            settings.get("infill_names", ()),
         )
 
     def save(self, folder: Path) -> None:
@@ -52,6 +60,7 @@ class FileTokenizer:
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask"],
+            "infill_names": self.infill_names,
             **self.special_tokens_map,
         }
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -77,7 +86,7 @@ class FileTokenizer:
         return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """ids: token ids."""
+        """The text of these tokens."""
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def get_vocab(self) -> dict[str, int]:

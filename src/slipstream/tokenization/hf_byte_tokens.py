@@ -1,8 +1,8 @@
 """The tokens of a Hugging Face tokenizer as bytes, and its encoding of plain text.
 
 The bytes of a token follow from the tokenizer's kind. Two kinds are known: byte-level alphabets, and sentencepiece's,
-which writes a sign for the space and has one token per byte as a fallback. Text is encoded by a second tokenizer over
-the same model, which adds no special tokens and recognises none.
+which writes another character for the space and has one token per byte as a fallback. Text is encoded by a second
+tokenizer over the same model, which adds no special tokens and recognizes none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from slipstream.errors import UsageError
 from slipstream.tokenization.byte_vocabulary import ByteTokens, Encoding
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's character for a space
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 EXACT_DECODERS = {"Fuse", "Strip", "Replace", "ByteFallback", "Metaspace", "ByteLevel"}
 
@@ -28,7 +28,7 @@ class TokenNames:
 
     def __init__(self, backend: Tokenizer) -> None:
         parts = _parts(backend.decoder)
-        self._signs = _space_signs(backend.model, parts)
+        self._spaces = _written_spaces(backend.model, parts)
         self._byte_level = any(part["type"] == "ByteLevel" for part in parts)
         self._byte_fallback = any(part["type"] == "ByteFallback" for part in parts)
         added = backend.get_added_tokens_decoder()
@@ -49,8 +49,8 @@ class TokenNames:
         if self._byte_level and number not in self._added:
             alphabet = byte_alphabet()
             return bytes(alphabet[c] for c in name) if all(c in alphabet for c in name) else name.encode()
-        for sign in self._signs:
-            name = name.replace(sign, " ")
+        for space in self._spaces:
+            name = name.replace(space, " ")
         return name.encode()
 
 
@@ -71,17 +71,17 @@ def read_byte_tokens(backend: Tokenizer, opening: tuple[int, ...]) -> ByteTokens
     return ByteTokens(texts, names.special, encode, frozenset(fallback), opening, adds_space)
 
 
-def _space_signs(model: Any, decoder: Sequence[dict[str, Any]]) -> list[str]:
-    """The signs for a space in tokens' names; UsageError for tokenizers whose names do not determine the texts."""
+def _written_spaces(model: Any, decoder: Sequence[dict[str, Any]]) -> list[str]:
+    """The characters for a space in tokens' names; UsageError for tokenizers whose names do not determine the texts."""
     if not isinstance(model, models.BPE | models.Unigram | models.WordLevel):
         raise UsageError(f"its tokens cannot be read as bytes: they are of the kind {type(model).__name__}")
-    if isinstance(model, models.BPE) and (sign := model.continuing_subword_prefix or model.end_of_word_suffix):
-        raise UsageError(f"its tokens cannot be read as bytes: {sign!r} in them marks parts of words")
+    if isinstance(model, models.BPE) and (mark := model.continuing_subword_prefix or model.end_of_word_suffix):
+        raise UsageError(f"its tokens cannot be read as bytes: {mark!r} in them marks parts of words")
     for part in decoder:
         if part["type"] not in EXACT_DECODERS or part.get("content", " ") not in (" ", SPACE):
             raise UsageError(f"its tokens cannot be read as bytes: its decoder {part['type']} changes characters")
-    signs = [part["pattern"].get("String", SPACE) for part in decoder if part["type"] == "Replace"]
-    return signs + [part["replacement"] for part in decoder if part["type"] == "Metaspace"]
+    replaced = [part["pattern"].get("String", SPACE) for part in decoder if part["type"] == "Replace"]
+    return replaced + [part["replacement"] for part in decoder if part["type"] == "Metaspace"]
 
 
 @cache
@@ -98,7 +98,7 @@ def _state(component: Any) -> dict[str, Any]:
 
 
 def _parts(component: Any) -> list[dict[str, Any]]:
-    """The parts of a normaliser, pre-tokenizer or decoder as they are written in a file."""
+    """The parts of a normalizer, pre-tokenizer or decoder as they are written in a file."""
     return [] if component is None else list(_flat(_state(component)))
 
 
@@ -121,14 +121,14 @@ def _adds_space(backend: Tokenizer) -> bool:
 
 
 def _text_encoder(backend: Tokenizer, *, inside: bool) -> Callable[[str], Encoding]:
-    """An encoding that adds and recognises no special tokens. inside: it adds no space in front of a text, either."""
+    """An encoding that adds and recognizes no special tokens. inside: it adds no space in front of a text, either."""
     plain = Tokenizer(backend.model)
-    normaliser, splitters = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
+    normalizer, splitters = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
     if inside:
-        normaliser = [part for part in normaliser if part["type"] != "Prepend"]
+        normalizer = [part for part in normalizer if part["type"] != "Prepend"]
         splitters = [_without_space(part) for part in splitters]
-    if normaliser:
-        plain.normalizer = _sequence_of(normalizers.Sequence([]), "normalizers", normaliser)
+    if normalizer:
+        plain.normalizer = _sequence_of(normalizers.Sequence([]), "normalizers", normalizer)
     if splitters:
         plain.pre_tokenizer = _sequence_of(pre_tokenizers.Sequence([]), "pretokenizers", splitters)
     # special tokens are left out, so that their names in a text stay text

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers behind Slipstream's tokenizer protocol."""
+"""Hugging Face tokenizers as Slipstream's `Tokenizer`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from slipstream.tokenization.byte_vocabulary import ByteTokens
 from slipstream.tokenization.chat_template import compiled
 from slipstream.tokenization.file_tokenizer import FileTokenizer
 from slipstream.tokenization.hf_byte_tokens import TokenNames, read_byte_tokens
+from slipstream.tokenization.infill import InfillTokens
 from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, check_text
 
 log = logging.getLogger("slipstream")
@@ -73,6 +74,10 @@ class HFTokenizer:
 
     def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
         """Token ids of a conversation, by default with the opening of the answer."""
+        return self.bare(self.chat_text(messages, form))
+
+    def chat_text(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> str:
+        """The text whose tokens `chat` returns."""
         if not self.has_chat_template:
             raise UsageError(
                 "prompt is a list of chat messages but the tokenizer has no chat template; allowed: a text"
@@ -83,7 +88,7 @@ class HFTokenizer:
             _warn_of_unread_calls(self._template_for(form))
         text = self._rendered_parts(messages, form)
         check_text("the conversation as the chat template writes it", text)
-        return self.bare(text)
+        return text
 
     def _rendered_parts(self, messages: Sequence[dict[str, Any]], form: ChatForm) -> str:
         """The conversation as text; contents in parts become one text if the template can only render texts."""
@@ -181,13 +186,13 @@ class HFTokenizer:
             )
 
         names = {token.content for token in self.inner.added_tokens_decoder.values()}
-        told = getattr(self.inner, "response_template", None)
+        response_template = getattr(self.inner, "response_template", None)
         try:
             texts = sorted(self._templates())
         except UsageError:  # several templates, of which none is for chats; `chat` refuses them
             texts = []
         reads_tools = any("tools" in self._variables_in(text) for text in texts)
-        return answer_form_choice.Template("\n".join(texts), render, names, told, reads_tools)
+        return answer_form_choice.Template("\n".join(texts), render, names, response_template, reads_tools)
 
     @cached_property
     def _answer_form(self) -> AnswerForm:
@@ -199,15 +204,15 @@ class HFTokenizer:
     @cached_property
     def _call_text(self) -> CallText | None:
         text = answer_form_choice.call_text(self._answer_form, self._answer_template())
-        end = self.inner.eos_token or ""
-        return None if text is None else replace(text, behind=text.behind.removesuffix(end))
+        end = self.inner.special_tokens_map.get("eos_token", "")
+        return None if text is None else replace(text, after=text.after.removesuffix(str(end)))
 
     def call_text(self) -> CallText | None:
         return self._call_text
 
     def special_tokens(self) -> dict[str, int]:
-        ids = sorted(self.special_ids())
-        return dict(zip(self.inner.convert_ids_to_tokens(ids), ids, strict=True))
+        ids = self.special_ids()
+        return {name: token for name, token in self.vocabulary().items() if token in ids}
 
     @cached_property
     def _mark_ids(self) -> frozenset[int]:
@@ -233,9 +238,18 @@ class HFTokenizer:
 
     def byte_tokens(self) -> ByteTokens:
         backend = self._fast_backend()
+        return read_byte_tokens(backend, tuple(self.opening()))
+
+    def opening(self) -> list[int]:
         encoded, bare = self.encode("a"), self.bare("a")
-        opened = bool(bare) and encoded[-len(bare) :] == bare
-        return read_byte_tokens(backend, tuple(encoded[: -len(bare)]) if opened else ())
+        return encoded[: -len(bare)] if bare and encoded[-len(bare) :] == bare else []
+
+    @cached_property
+    def _infill_tokens(self) -> InfillTokens | None:
+        return InfillTokens.of(self.vocabulary(), getattr(self.inner, "infill_names", ()))
+
+    def infill_tokens(self) -> InfillTokens | None:
+        return self._infill_tokens
 
     def bytes_of(self, token: int) -> bytes | None:
         backend = self._fast_backend()
@@ -252,7 +266,7 @@ class HFTokenizer:
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose content is one text, with the texts of its parts as lines."""
     content = message.get("content")
-    joined = "\n".join(part["text"] for part in content) if isinstance(content, list | tuple) else content
+    joined = "\n".join(part.get("text", "") for part in content) if isinstance(content, list | tuple) else content
     return {**message, "content": joined}
 
 

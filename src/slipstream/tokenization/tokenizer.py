@@ -12,17 +12,13 @@ from slipstream.tokenization.answer_forms import AnswerForm, CallText
 
 @dataclass(frozen=True)
 class ChatForm:
-    """The settings of a chat template. tools: JSON schemas of functions that the model may call.
+    """The settings of a chat template."""
 
-    opens_answer: the rendered text ends with the beginning of an answer. goes_on: it ends with the last message, which
-    the model continues. reasoning_effort: for templates that read it. variables: others that the template reads.
-    """
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    opens_answer: bool = True
-    goes_on: bool = False
-    reasoning_effort: str | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas of functions that the model may call
+    opens_answer: bool = True  # the rendered text ends with the beginning of an answer
+    goes_on: bool = False  # it ends with the last message, which the model continues
+    reasoning_effort: str | None = None  # for templates that read it
+    variables: Mapping[str, Any] = field(default_factory=dict)  # others that the template reads
 
 
 PLAIN_CHAT = ChatForm()
@@ -69,7 +65,7 @@ class AnswerTokenizer(Protocol):
         """The text around the parts of a call; None if calls cannot be forced."""
 
     def bare(self, text: str) -> list[int]:
-        """As in `Tokenizer`."""
+        """Token ids of a text without special tokens."""
 
     def decode_marked(self, ids: Sequence[int]) -> str:
         """Text with those special tokens that are marks of the form."""

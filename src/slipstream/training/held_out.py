@@ -17,7 +17,7 @@ from slipstream.training.trainable_head import STEPS, Batch, TrainableHead
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """The speed of a head at its fastest draft length."""
 
     tokens_per_round: float  # with drafts of STEPS tokens
@@ -27,7 +27,7 @@ class Judgement:
     plain: float  # tokens per second without drafts
 
 
-def judged(head: TrainableHead, batches: Sequence[Batch], costs: CostModel) -> Judgement:
+def judged(head: TrainableHead, batches: Sequence[Batch], costs: CostModel) -> Judgment:
     """The head's speed on these texts."""
     answers = [answer for batch in batches for answer in _answers(head, batch)]
     by_length = [acceptance(answers, length) for length in range(1, STEPS + 1)]
@@ -36,7 +36,7 @@ def judged(head: TrainableHead, batches: Sequence[Batch], costs: CostModel) -> J
         rates.append(expected_tokens(accepted, length) / round_seconds(costs, length))
     best = max(range(len(rates)), key=lambda length: rates[length])
     longest = by_length[-1]
-    return Judgement(expected_tokens(longest, STEPS), tuple(longest), best, rates[best], rates[0])
+    return Judgment(expected_tokens(longest, STEPS), tuple(longest), best, rates[best], rates[0])
 
 
 def acceptance(answers: Sequence[Sequence[int]], length: int) -> Accepted:

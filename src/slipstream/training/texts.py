@@ -23,7 +23,7 @@ from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.durable_files import append, cut, size_of_whole_lines
 from slipstream.errors import SlipstreamError, UsageError, first_line
-from slipstream.jobs.job_lines import FileLines, is_openai
+from slipstream.jobs.job_lines import Lines, is_openai
 from slipstream.sampling.params import SamplingParams
 from slipstream.tokenization.tokenizer import Tokenizer, TokenizerDetails
 
@@ -86,7 +86,7 @@ def read_sources(path: Path) -> list[Source]:
             raise UsageError(f"--prompts {str(path)!r} cannot be read: {why_unreadable(error)}") from error
         sources = [Source(f"{path}, line {i}", line.strip()) for i, line in enumerate(lines, 1) if line.strip()]
     else:
-        sources = [_source(f"{path}, line {line.number}", line.error, line.item) for line in FileLines(path)]
+        sources = [_source(f"{path}, line {line.number}", line.error, line.item) for line in Lines(path)]
     if not sources:
         raise UsageError(f"--prompts {str(path)!r} holds no prompts; allowed: at least one line")
     return sources
@@ -124,7 +124,7 @@ class TextMaker:
                 if source.prompt is None:
                     decoder.encode(source.text)
                 else:
-                    decoder.rows([source.prompt], SamplingParams(max_tokens=1), chat=source.chat)
+                    decoder.rows([source.prompt], SamplingParams(max_tokens=1).explicit, chat=source.chat)
             except UsageError as error:
                 raise UsageError(f"{source.where}: {error}") from error
 
@@ -185,7 +185,7 @@ class TextMaker:
         params = [
             SamplingParams(
                 temperature=1.0, max_tokens=QUESTION, seed=key(self._seed, n, 0) >> 1, stop_token_ids=self._ends
-            )
+            ).explicit
             for n in numbers
         ]
         rows = self._decoder.rows([self._prefix + openings[n] for n in numbers], params)
@@ -202,12 +202,12 @@ class TextMaker:
         return TEMPERATURES[turn % len(TEMPERATURES)]
 
     def _row(self, prompt: Any, temperature: float, number: int, chat: bool) -> Any:
-        row = self._decoder.rows([prompt], SamplingParams(max_tokens=1), chat=chat)[0]
+        row = self._decoder.rows([prompt], SamplingParams(max_tokens=1).explicit, chat=chat)[0]
         params = SamplingParams(
             temperature=temperature,
             max_tokens=min(ANSWER, self._room - row.prompt_length),
             seed=key(self._seed, number, 1) >> 1,
-        )
+        ).explicit
         return self._decoder.rows([row.tokens], params)[0]
 
 

@@ -1,6 +1,6 @@
 """`slipstream train`: makes texts, trains a head on them, and writes it where `--draft` reads it.
 
-The folder holds the texts, the state from which a run continues, the head, and its judgements. A further run must have
+The folder holds the texts, the state from which a run continues, the head, and its judgments. A further run must have
 the settings in `settings.json`.
 """
 
@@ -28,7 +28,7 @@ from slipstream.errors import SlipstreamError, UsageError, one_line, os_reason
 from slipstream.models.heads.head_writer import write_head
 from slipstream.models.heads.starting_weights import model_of, new_head, starting_weights
 from slipstream.models.weights.resolve import resolve
-from slipstream.training.held_out import Judgement, judged
+from slipstream.training.held_out import Judgment, judged
 from slipstream.training.texts import FILE, LONGEST, MadeText, TextMaker, make_texts, read_sources, read_texts, split
 from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, precision, usual_sizes
 from slipstream.training.training_run import (
@@ -85,7 +85,7 @@ class TrainingProgress:
     total: int
     unit: str  # "tokens" of texts, or "steps"
     seconds_left: float  # until the whole run ends, at most
-    latest: dict[str, Any] | None = None  # the newest judgement
+    latest: dict[str, Any] | None = None  # the newest judgment
 
 
 Show = Callable[[TrainingProgress], None]
@@ -117,7 +117,7 @@ class TrainingJob:
             self.settings.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, decoder: SpeculativeDecoder) -> dict[str, Any]:
-        """Train with the target of this decoder; returns the last judgement and the place of the head."""
+        """Train with the target of this decoder; returns the last judgment and the place of the head."""
         settings, folder = self.settings, self.settings.folder
         frozen = FrozenTarget(decoder.target)
         frozen.read(torch.zeros(1, 2, dtype=torch.int64, device=frozen.device))  # refuses without hidden states
@@ -155,7 +155,7 @@ class TrainingJob:
                 )
             is_over = state.step >= self._num_steps(frozen, state.num_tokens) and not self._lacks_texts(texts)
             facts = {"steps": state.step, "new_steps": state.step - step_before, "finished": is_over}
-            return {"folder": str(folder), **facts, "texts": len(texts)} | state.judgements[-1]
+            return {"folder": str(folder), **facts, "texts": len(texts)} | state.judgments[-1]
 
     @property
     def saved(self) -> str:
@@ -222,36 +222,36 @@ class TrainingJob:
     def _train(self, decoder: SpeculativeDecoder, run: TrainingRun, judging: list[Batch]) -> None:
         folder, costs = self.settings.folder, list[CostModel]()
 
-        def judge(head: TrainableHead, state: State) -> Judgement:
+        def judge(head: TrainableHead, state: State) -> Judgment:
             if not costs:  # heads of these sizes take the same time, whatever they have learned
                 self._write(decoder, head, state, None)
                 drafting = decoder.with_draft(str(folder)).using("model", num_draft_tokens="chain")
                 costs.append(drafting.costs)
                 drafting.close()
                 decoder.forget()
-            judgement = judged(head, judging, costs[0])
-            self._write(decoder, head, state, judgement)
-            return judgement
+            judgment = judged(head, judging, costs[0])
+            self._write(decoder, head, state, judgment)
+            return judgment
 
-        if run.state.step >= run.state.planned and run.state.judgements:  # its files may have been lost since
-            last = {item.name: run.state.judgements[-1][item.name] for item in fields(Judgement)}
-            self._write(decoder, run.head, run.state, Judgement(**last))
+        if run.state.step >= run.state.planned and run.state.judgments:  # its files may have been lost since
+            last = {item.name: run.state.judgments[-1][item.name] for item in fields(Judgment)}
+            self._write(decoder, run.head, run.state, Judgment(**last))
 
         def show(doing: str, state: State) -> None:
-            latest = state.judgements[-1] if state.judgements else None
+            latest = state.judgments[-1] if state.judgments else None
             self.show(TrainingProgress(doing, state.step, state.planned, "steps", run.seconds_left, latest))
 
         show("judging the head", run.state)
         shown = 0
         for state in run.steps(judge):
             show("training", state)
-            if len(state.judgements) != shown:
-                shown = len(state.judgements)
-                _write_lines(folder / PROGRESS, state.judgements)
-        _write_lines(folder / PROGRESS, run.state.judgements)
+            if len(state.judgments) != shown:
+                shown = len(state.judgments)
+                _write_lines(folder / PROGRESS, state.judgments)
+        _write_lines(folder / PROGRESS, run.state.judgments)
         draw(folder, run.state)
 
-    def _write(self, decoder: SpeculativeDecoder, head: TrainableHead, state: State, last: Judgement | None) -> None:
+    def _write(self, decoder: SpeculativeDecoder, head: TrainableHead, state: State, last: Judgment | None) -> None:
         model, settings = model_of(decoder.target), self.settings
         trained: dict[str, Any] = {
             "by": f"slipstream train {__version__}",
@@ -368,18 +368,18 @@ def draft_vocabulary(learned: Sequence[MadeText], held: Sequence[MadeText], voca
 
 
 def draw(folder: Path, state: State) -> None:
-    """Draw the curve of the judgements, where matplotlib is installed."""
+    """Draw the curve of the judgments, where matplotlib is installed."""
     if find_spec("matplotlib") is None:
         return
     points = {
-        "tokens per round": [judgement["tokens_per_round"] for judgement in state.judgements],
-        "estimated speed-up": [judgement["tokens_per_second"] / judgement["plain"] for judgement in state.judgements],
+        "tokens per round": [judgment["tokens_per_round"] for judgment in state.judgments],
+        "estimated speed-up": [judgment["tokens_per_second"] / judgment["plain"] for judgment in state.judgments],
     }
     lines = tuple(
         Line(name, tuple(Point(i, value) for i, value in enumerate(values)), look)
         for look, (name, values) in enumerate(points.items())
     )
-    label = f"eighths of {state.step} steps" if len(state.judgements) == JUDGED + 1 else "judgements"
+    label = f"eighths of {state.step} steps" if len(state.judgments) == JUDGED + 1 else "judgments"
     save([Chart("curve", "Held-out texts", "", label, "", lines, level=1.0)], folder)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slipstream.durable_files import replaced
 from slipstream.errors import SlipstreamError, one_line
-from slipstream.training.held_out import Judgement
+from slipstream.training.held_out import Judgment
 from slipstream.training.texts import MadeText
 from slipstream.training.trainable_head import Batch, TrainableHead
 
@@ -29,7 +29,7 @@ WARM_UP = 10  # steps
 FALLING = 0.7  # share of the steps, at the end, over which learning rates fall to 0
 PASSES = 10  # over the texts, where neither time nor a number of steps ends them sooner
 FEWEST_STEPS = 200
-JUDGED = 8  # judgements in a run, besides the one before the first step
+JUDGED = 8  # judgments in a run, besides the one before the first step
 TIMED = 4  # steps after which a step's time is known
 SAVE_SECONDS, SAVE_SHARE = 60.0, 0.05  # least time between two saves, and largest share of time spent on them
 
@@ -52,10 +52,10 @@ class State:
     weights: dict[str, Tensor]
     feature_size: Tensor
     token_ids: Tensor
-    optimisers: list[dict[str, Any]] = field(default_factory=list)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
     # of the head, by step, with the loss since the one before
-    judgements: list[dict[str, Any]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # since the last judgement
+    judgments: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # since the last judgment
 
     def save(self, folder: Path) -> None:
         buffer = io.BytesIO()  # torch.save does not always say that a disk is full
@@ -77,13 +77,13 @@ class State:
             ) from error
 
 
-Judge = Callable[[TrainableHead, State], Judgement]
+Judge = Callable[[TrainableHead, State], Judgment]
 
 
 class TrainingRun:
     """Trains a head on texts, starting from a state.
 
-    The state's max_seconds limit all runs together, the last judgement included; a step that would exceed them is
+    The state's max_seconds limit all runs together, the last judgment included; a step that would exceed them is
     skipped.
     """
 
@@ -99,10 +99,10 @@ class TrainingRun:
             (torch.optim.Muon(matrices, lr=RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), RATE),
             (torch.optim.AdamW(others, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0), OTHERS_RATE),
         ]
-        for (optimizer, _), saved in zip(self._optimizers, state.optimisers, strict=False):
+        for (optimizer, _), saved in zip(self._optimizers, state.optimizers, strict=False):
             optimizer.load_state_dict(saved)
         self._seconds_before, self._began_at, self._saved_at = state.seconds, monotonic(), monotonic()
-        self._save_seconds, self._judge_seconds = 0.0, 0.0  # of the last save and the last judgement
+        self._save_seconds, self._judge_seconds = 0.0, 0.0  # of the last save and the last judgment
         self._num_timed, self._timed_seconds = 0, 0.0  # steps of this run, and their seconds
 
     @property
@@ -111,22 +111,22 @@ class TrainingRun:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the last judgement ends: what the planned steps need, at most what the time allows."""
+        """Seconds until the last judgment ends: what the planned steps need, at most what the time allows."""
         allowed = max(0.0, self._max_seconds - self.seconds)
         if not self._num_timed:
             return allowed
         steps = self.state.planned - self.state.step
-        needed = steps * self._timed_seconds / self._num_timed + self._judge_seconds * self._num_judgements_left
+        needed = steps * self._timed_seconds / self._num_timed + self._judge_seconds * self._num_judgments_left
         return min(allowed, needed)
 
     @property
-    def _num_judgements_left(self) -> int:
+    def _num_judgments_left(self) -> int:
         return JUDGED - self.state.step * JUDGED // self.state.planned
 
     def steps(self, judge: Judge) -> Iterator[State]:
         """The state after each step. judge: judges the head after a step, and writes its files."""
         state = self.state
-        if not state.judgements:
+        if not state.judgments:
             self._judge(judge)
         while state.step < state.planned:
             begun = monotonic()
@@ -152,7 +152,7 @@ class TrainingRun:
     def save(self) -> None:
         begun, state = monotonic(), self.state
         state.weights = {name: weight.detach() for name, weight in self.head.weights.items()}
-        state.optimisers = [optimizer.state_dict() for optimizer, _ in self._optimizers]
+        state.optimizers = [optimizer.state_dict() for optimizer, _ in self._optimizers]
         state.seconds = self.seconds
         state.save(self._folder)
         self._saved_at = monotonic()
@@ -160,12 +160,10 @@ class TrainingRun:
 
     def _judge(self, judge: Judge) -> None:
         state, begun = self.state, monotonic()
-        judgement = judge(self.head, state)
+        judgment = judge(self.head, state)
         self._judge_seconds = monotonic() - begun
         loss = sum(state.losses) / len(state.losses) if state.losses else None
-        state.judgements.append(
-            {"step": state.step, "seconds": round(self.seconds, 1), "loss": loss} | asdict(judgement)
-        )
+        state.judgments.append({"step": state.step, "seconds": round(self.seconds, 1), "loss": loss} | asdict(judgment))
         state.losses = []
         self.save()
 
@@ -175,14 +173,14 @@ class TrainingRun:
         return step == planned or step * JUDGED // planned > (step - 1) * JUDGED // planned
 
     def _shorten(self) -> None:
-        """Plan fewer steps if time is short; checked after the first steps and after every judgement."""
+        """Plan fewer steps if time is short; checked after the first steps and after every judgment."""
         state, is_due = self.state, self._is_due()
         step_seconds = self._timed_seconds / self._num_timed
         remaining = self._max_seconds - self.seconds - self._judge_seconds * is_due
         if remaining < step_seconds + self._judge_seconds:
             state.planned = state.step
         elif self._num_timed == TIMED or (self._num_timed > TIMED and is_due):
-            training = remaining - self._judge_seconds * self._num_judgements_left
+            training = remaining - self._judge_seconds * self._num_judgments_left
             state.planned = max(state.step, min(state.planned, state.step + int(training / step_seconds)))
 
     def _step(self) -> float | None:

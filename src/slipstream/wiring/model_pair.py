@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os.path import isdir
 from typing import Any
 
@@ -26,15 +26,19 @@ from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, ParallelDrafts, Releasing
 from slipstream.models.cpu.block_linear import block_linears
-from slipstream.models.cpu.quantised_linear import rounded_activations
+from slipstream.models.cpu.quantized_linear import rounded_activations
 from slipstream.models.exclusive_use import ExclusiveUse
+from slipstream.models.generation_settings import ModelSettings
 from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_backend import HeadBackend, HeadSession
 from slipstream.models.layouts import make_session
 from slipstream.models.load import load
 from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, is_loaded, is_toy, refuse_unused
 from slipstream.models.model_size import larger, num_weights_read
+from slipstream.models.weights.hub_files import local_file
 from slipstream.models.weights.model_files import EMBEDDED, NO_DRAFT, is_gguf
+from slipstream.models.weights.named_models import named_model
+from slipstream.models.weights.resolve import place_of
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_agreement, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
@@ -44,7 +48,7 @@ from slipstream.version import __version__
 
 NOT_TIMED = DraftTimes()
 OF_MODELS = ("draft_vocabulary", "draft_context")  # settings that draft heads do not have
-QUANTISED = 3  # a forward reads this much less of a draft model that was quantized at load, about
+QUANTIZED = 3  # a forward reads this much less of a draft model that was quantized at load, about
 
 log = logging.getLogger("slipstream")
 
@@ -62,6 +66,7 @@ class ModelPair:
     bridged: BridgedSession | None = None
     windowed: WindowedSession | None = None  # the draft model's session that reads a part of long prompts
     draft_times: DraftTimes = NOT_TIMED
+    settings: ModelSettings = field(default_factory=ModelSettings)  # that the target brings
 
     @classmethod
     def load(
@@ -69,8 +74,8 @@ class ModelPair:
     ) -> ModelPair:
         """Load both and choose the target's forward shapes.
 
-        Without a draft model, a target may draft with what it brings: the embedded model with its head, others with
-        MTP layers. draft="none" refuses these, too.
+        Without a draft model, a target may draft with what it brings: the embedded model with its head, a short name
+        with its draft model, others with MTP layers. draft="none" refuses these, too.
         """
         takes_none = isinstance(draft, str) and draft == NO_DRAFT
         target, draft = _inner(target), None if takes_none else _inner(draft)
@@ -84,10 +89,8 @@ class ModelPair:
             loaded = _load_target(target, load_options_of(config), tokenizer)
             if draft_tokenizer is None and is_loaded(draft):
                 draft_tokenizer = tokenizer
-            if draft is None and not takes_none and has_embedded_head(target, config):
-                from slipstream.models.heads.head_files import embedded_head
-
-                draft = str(embedded_head())
+            if draft is None and not takes_none:
+                draft = _at_hand(brought_draft(target, config), config)
             mtp_layers = None if draft is not None or takes_none else _brought_mtp(loaded, config)
             return cls._of_loaded(loaded, mtp_layers or load_draft(draft, config, loaded, draft_tokenizer), config)
 
@@ -98,10 +101,11 @@ class ModelPair:
         shapes, calibration = choose_shapes(target, config.reproducible, config.max_batch_size)
         if isinstance(target.backend, Releasing):
             target.backend.release()
-        session = make_session(target.backend, shapes)
+        session = make_session(target.backend, shapes, shows_images=not isinstance(target.vision, str))
         _attach(draft, session)
         windowed = _windowed(draft_session, bridged, config)
-        pair = cls(target, draft, session, draft_session, calibration, bridged, windowed)
+        settings = ModelSettings.of(target)
+        pair = cls(target, draft, session, draft_session, calibration, bridged, windowed, settings=settings)
         return pair._with_draft_times(config.max_batch_size)
 
     def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
@@ -322,12 +326,31 @@ def _bridged(
     return BridgedSession(session, bridge_between(target, sizes[0], draft, sizes[1]))
 
 
-def has_embedded_head(target: Any, config: DecoderConfig) -> bool:
-    """True if the package's own head drafts when no draft model is named: embedded model, on a processor."""
-    if not isinstance(target, str) or target != EMBEDDED or not _can_use_draft_model(config):
-        return False
+def brought_draft(target: Any, config: DecoderConfig) -> str | None:
+    """The draft that a named target brings if none is named: the embedded model's head, or that of a short name."""
+    if not isinstance(target, str) or not _can_use_draft_model(config):
+        return None
+    if target != EMBEDDED:
+        named = named_model(target)
+        return None if named is None else named.draft
+    from slipstream.models.heads.head_files import EMBEDDED_NAME
+
     on_processor = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    return on_processor and not config.load_options  # ranks of tensor parallelism must draft alike
+    # ranks of tensor parallelism must draft alike
+    return EMBEDDED_NAME if on_processor and not config.load_options else None
+
+
+def _at_hand(draft: str | None, config: DecoderConfig) -> str | None:
+    """A draft model that the user has not named, downloaded; None, with a warning, if that fails."""
+    try:
+        if draft == EMBEDDED:
+            place_of(draft)
+        elif draft is not None:
+            local_file(draft, load_options_of(config).for_draft(config.draft_dtype).extra)
+    except SlipstreamError as error:
+        log.warning("%s; drafting without it", error)
+        return None
+    return draft
 
 
 def _can_use_draft_model(config: DecoderConfig) -> bool:
@@ -455,7 +478,7 @@ def _bytes_per_weight(loaded: Loaded) -> float:
     if parts := [part for linear in block_linears(model) for part in linear.parts]:
         return sum(part.outputs * part.row_bytes for part in parts) / sum(part.outputs * part.inputs for part in parts)
     dtype: torch.dtype = model.dtype
-    return dtype.itemsize / (1 if rounded_activations(model) is None else QUANTISED)
+    return dtype.itemsize / (1 if rounded_activations(model) is None else QUANTIZED)
 
 
 def _refuse_settings_of_models(config: DecoderConfig, head: str) -> None:

@@ -1,8 +1,10 @@
 """A conversation: its prompts, interruptions, reuse of the cache, and the command line from a pipe."""
 
 import io
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps import cli
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.cli import chat as chat_cli
+from slipstream.apps.cli.consoles import Stream
 from slipstream.certificate.parity import first_difference
+from tests.apps.chat.test_markdown_stream import left_on_screen
 from tests.support import tiny_models
 from tests.support.chat_fakes import Recorder, face, letters, refused, toy, type_in
 
@@ -61,6 +65,24 @@ def test_answers_begin_as_asked_and_the_template_gets_its_variables() -> None:
     bare = toy()
     bare.answer_start = "so"
     assert "--answer-start needs a chat template, which 'toy' lacks" in refused(bare, "hello")
+
+
+def test_a_thought_is_shown_apart_and_goes_back_to_templates_that_read_it() -> None:
+    shown = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    inner = tiny_models.byte_tokenizer(
+        f"{{% for m in messages %}}{{{{ m.role }}}}:{shown}{{{{ m.content }}}}\n{{% endfor %}}assistant:<think>\n"
+    )
+    model = tiny_models.fresh("llama", vocab_size=len(inner))
+    decoder = SpeculativeDecoder(model, tokenizer=inner, drafter="suffix")
+    params = SamplingParams(max_tokens=40, thinking_token_budget=12, logit_bias={0: -1e9, 1: -1e9, 2: -1e9})
+    chat = Chat(decoder, Recorder(), params)
+    type_in(chat, "hello", "again")
+    first = chat.turns[0]
+    assert first.thought and "".join(face(chat).thoughts).startswith(first.thought)
+    assert first.answer and "think" not in first.answer and "".join(face(chat).pieces).startswith(first.answer)
+    assert f"<think>{first.thought}</think>{first.answer}" in inner.decode(chat.last.prompt_ids)
+    assert type_in(chat, "/thought") == chat.last.thought
+    assert chat.last.to_dict()["thought"] == chat.last.thought
 
 
 def test_the_second_turn_computes_only_what_is_new() -> None:
@@ -170,6 +192,22 @@ def test_a_pipe_is_read_line_by_line(monkeypatch, capsys) -> None:
     assert "12 tokens, " in err and "did you mean /draft-length" in err
 
 
+def test_the_last_conversation_goes_on_in_a_pipe_too(monkeypatch, capsys, tmp_path: Path) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
+    code, _, err = piped(monkeypatch, capsys, "", "--continue")
+    assert code == 2 and "--continue: there is no" in err and "allowed: after an answer without --no-history" in err
+    code, _, err = piped(monkeypatch, capsys, "", "--no-history", "--history", "x")
+    assert code == 2 and err == "error: --no-history with --history 'x'; allowed: one of them\n"
+    messages = [{"role": "user", "content": "The heron"}, {"role": "assistant", "content": " stood."}]
+    (tmp_path / "last_conversation.json").write_text(json.dumps({"messages": messages}))
+    code, out, _ = piped(monkeypatch, capsys, "The sparrow\n", "--continue", "--max-tokens", "12")
+    answer = SpeculativeDecoder("toy").generate("The heron\n stood.\nThe sparrow", max_tokens=12, chat=False).text
+    assert (
+        code == 0 and out == f"2 messages of {tmp_path / 'last_conversation.json'}; the last one:\n stood.\n{answer}\n"
+    )
+    assert json.loads((tmp_path / "last_conversation.json").read_text())["messages"] == messages  # pipes are not kept
+
+
 def test_text_is_printed_unchanged(capsys) -> None:
     screen = chat_cli.Screen()
     screen.token("a :fish: [bold]b[/bold]\n")
@@ -179,20 +217,40 @@ def test_text_is_printed_unchanged(capsys) -> None:
     assert captured.out == "a :fish: [bold]b[/bold]\nc :fish: [red]\n" and captured.err == "error: d [e] :fish:\n"
 
 
+def test_a_terminal_folds_a_thought_into_one_line_and_a_pipe_leaves_it_out(monkeypatch, capsys) -> None:
+    for is_terminal in (False, True):
+        written = io.StringIO()
+        console = Stream(file=written, width=60, force_terminal=is_terminal, color_system=None)
+        monkeypatch.setattr(chat_cli, "out", console)
+        screen = chat_cli.Screen()
+        for text in ("It flies, ", "so it is a heron."):
+            screen.thought(text)
+        screen.token("A heron.\n")
+        screen.close()
+        if is_terminal:
+            assert "so it is a heron." in written.getvalue()  # while the model thinks
+            assert left_on_screen(written.getvalue()) == "Thought: 7 words; /thought shows them\nA heron."
+        else:
+            assert not written.getvalue() and capsys.readouterr().out == "A heron.\n"
+
+
 class Keyboard(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-def test_a_missing_prompt_toolkit_and_a_bad_history_are_one_line(monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(
+    ("option", "part", "code"),
+    [
+        ("--no-history", "prompt_toolkit is not installed; run: pip install prompt_toolkit", 1),
+        ("--history=/dev/null/x/y", "--history '/dev/null/x/y' cannot be written", 2),
+    ],
+)
+def test_a_missing_package_and_a_bad_history_are_one_line(option, part, code, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys, "argv", ["slipstream", "chat", "--target", "toy", "--history", "/dev/null/x/y"])
-    for find, part, code in (
-        (lambda _: None, "run: pip install prompt_toolkit", 1),
-        (lambda _: True, "--history '/dev/null/x/y' cannot be written", 2),
-    ):
-        monkeypatch.setattr(sys, "stdin", Keyboard())
-        monkeypatch.setattr(chat_cli, "find_spec", find)
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        assert exited.value.code == code and part in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(sys, "argv", ["slipstream", "chat", "--target", "toy", option])
+    monkeypatch.setattr(sys, "stdin", Keyboard())
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert exited.value.code == code and part in " ".join(capsys.readouterr().err.split())

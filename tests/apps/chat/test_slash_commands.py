@@ -279,3 +279,55 @@ def test_completion_knows_commands_and_their_arguments() -> None:
     assert {"auto", "ngram"} <= set(complete("/drafter "))
     assert complete("/length-of-draft a") == ["auto"]
     assert complete("hello") == complete("/nothing x") == complete("/set stop x") == []
+
+
+def test_temperature_and_top_p_have_commands_of_their_own() -> None:
+    chat = toy(max_tokens=12)
+    assert type_in(chat, "/temperature 0.8") == "temperature: 0.8" and type_in(chat, "/top-p 0.9") == "top_p: 0.9"
+    type_in(chat, "The heron")
+    assert (chat.last.params.temperature, chat.last.params.top_p) == (0.8, 0.9)
+    assert f"seed {chat.last.params.seed}" in face(chat).notes[-1]
+    assert f"seeds of sampled answers: {chat.last.params.seed}" in type_in(chat, "/stats")
+    type_in(chat, "/temperature none", "/retry")  # the model's own, of which the toy has none
+    assert chat.last.params.temperature == 0 and "seed" not in face(chat).notes[-1] + type_in(chat, "/stats")
+
+
+def test_a_saved_conversation_goes_on_after_it_is_loaded(tmp_path: Path) -> None:
+    chat, file = toy(), tmp_path / "saved.json"
+    type_in(chat, "/system Be brief.", "The heron", f"/save {file}", "The sparrow")
+    other = toy()
+    assert type_in(other, f"/load {file}") == chat.turns[0].answer and other.system == "Be brief."
+    type_in(other, "The sparrow")
+    assert other.messages == chat.messages and other.last.token_ids == chat.last.token_ids
+    type_in(other, f"/save {file}", "/reset")
+    assert other.messages == [{"role": "system", "content": "Be brief."}]
+    assert len(json.loads(file.read_text())["messages"]) == 5
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"messages": [{"role": "tool", "content": ""}]}', '{"messages": [3]}'])
+def test_a_file_without_a_conversation_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    chat = toy()
+    assert "x.json" in refused(chat, f"/load {tmp_path / 'x.json'}") and not chat.earlier
+
+
+def test_the_conversation_is_kept_for_its_owner_alone_after_every_answer(tmp_path: Path) -> None:
+    chat = toy()
+    chat.kept_in = tmp_path / "last.json"
+    type_in(chat, "The heron", "The sparrow")
+    assert json.loads(chat.kept_in.read_text())["messages"] == chat.messages
+    assert chat.kept_in.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_goes_with_the_next_message_alone(tmp_path: Path) -> None:
+    chat, file = toy(), tmp_path / "notes.txt"
+    file.write_text("The heron stands.\n")
+    assert type_in(chat, f"/file {file}") == "with the next message: notes.txt (18 characters)"
+    type_in(chat, "Who stands?")
+    assert chat.last.user == "notes.txt:\n\nThe heron stands.\n\nWho stands?"
+    type_in(chat, "/retry")
+    assert len(chat.turns) == 1 and chat.last.user.count("notes.txt") == 1
+    type_in(chat, f"/file {file}", "/file none", "And now?")
+    assert chat.last.user == "And now?"
+    file.write_bytes(b"\xff\xfe")
+    assert "not valid UTF-8" in refused(chat, f"/file {file}")

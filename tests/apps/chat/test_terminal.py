@@ -28,8 +28,8 @@ class Terminal:
         self._socket, self.history = f"slipstream-{os.getpid()}-{folder.name}", folder / "history"
         program = [sys.executable, "-c", "from slipstream.apps.cli import main; main()"]
         chat = [*program, "chat", "--target", "toy", "--history", str(self.history), *flags]
-        start = ("new-session", "-d", "-x", "110", "-y", "40", "-c", str(folder))
-        where = ("-e", f"SLIPSTREAM_MODELS={folder}", "-e", "HF_HUB_OFFLINE=1", "-e", "COLUMNS=110")
+        start = ("new-session", "-d", "-x", "130", "-y", "40", "-c", str(folder))
+        where = ("-e", f"SLIPSTREAM_MODELS={folder}", "-e", "HF_HUB_OFFLINE=1", "-e", "COLUMNS=130")
         self._tmux("-f", os.devnull, *start, *where, f"{shlex.join(chat)}; echo ended with $?; exec sleep 600")
 
     def _tmux(self, *arguments: str) -> str:
@@ -89,6 +89,8 @@ COMMAND_LINES = [
     ("/acceptance match", "acceptance: match"),
     ("/length 30", "max_tokens: 30"),
     ("/seed 7", "seed: 7"),
+    ("/temperature 0.5", "temperature: 0.5"),
+    ("/top-p none", "top_p: 1.0"),
     ("/sampling nucleus 0.7 0.9", "temperature=0.7, top_k=0, top_p=0.9"),
     ("/set repetition_penalty 1.1", "repetition_penalty: 1.1"),
     ("/system A fable.", "system: A fable."),
@@ -99,8 +101,12 @@ COMMAND_LINES = [
     ("/speculative off", "speculative: off, drafter: none"),
     ("/cache", "cache: on; "),
     ("/stats", "2 turns, 0 interrupted"),
+    ("/thought", "the last answer has no thought"),
     ("/target toy:4", "target: toy:4"),
     ("/save talk.json", "2 turns written to talk.json"),
+    ("/load talk.json", "4 messages of talk.json"),
+    ("/file talk.json", "with the next message: talk.json"),
+    ("/file none", "with the next message: no file"),
     ("/reset", "the conversation is empty"),
     ("/draft-lenght 3", "did you mean /draft-length"),
 ]
@@ -133,6 +139,11 @@ def test_every_slash_command_works_in_one_conversation_from_start_to_quit(termin
     terminal.type("/quit")
     assert terminal.wait_for_end() == 0
     assert "+/draft-lenght 3" in terminal.history.read_text()
+    kept = tmp_path / "last_conversation.json"
+    assert [file.stat().st_mode & 0o777 for file in (kept, terminal.history)] == [0o600, 0o600]
+    last = json.loads(kept.read_text())["messages"][-1]["content"].split()
+    goes_on = Terminal(tmp_path, "--continue", "--max-tokens", "24")  # of the same tmux server, which the fixture ends
+    assert len(last) > 3 and last[0] in goes_on.wait_for("2 messages of", kept.name, last[2], limit=START)
 
 
 def test_editing_completion_history_and_ctrl_d_work(terminal: Terminal) -> None:

@@ -121,9 +121,9 @@ def test_compare_fails_on_a_lossless_rule_that_changes_the_text(capsys, monkeypa
     assert code == 1 and "differ from plain decoding" in err
 
 
-def test_lossy_rules_are_announced(capsys, monkeypatch) -> None:
-    code, _, err = run(capsys, monkeypatch, "generate", *TOY, "--draft", "toy:2", *PROMPT, "--acceptance", "topk:5")
-    assert code == 0 and "topk:5 is lossy" in err
+def test_lossy_rules_are_announced(capsys, monkeypatch, caplog) -> None:
+    code, _, _ = run(capsys, monkeypatch, "generate", *TOY, "--draft", "toy:2", *PROMPT, "--acceptance", "topk:5")
+    assert code == 0 and "topk:5 is lossy" in caplog.text
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_verify_calls_a_lossy_rule_lossy(capsys, monkeypatch, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_verify_says_what_does_not_apply_and_honours_the_category(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_verify_says_what_does_not_apply_and_honors_the_category(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     arguments = ("verify", *TOY, "--draft", "toy:2", "--acceptance", "block", "--budget", "1", "--json", str(file))
     code, out, _ = run(capsys, monkeypatch, *arguments, "--category", "code edit")
@@ -158,42 +158,6 @@ def test_verify_says_what_does_not_apply_and_honours_the_category(capsys, monkey
     assert code == 0 and "VERIFIED" in out and "19 of 26 checks passed, 7 not applicable" in " ".join(out.split())
     assert [check["passed"] for check in checks].count(None) == 7
     assert "1 of 1 identical" in next(check["detail"] for check in checks if check["name"] == "greedy text, one by one")
-
-
-WRONG_USE = [
-    (("generate", *TOY, *PROMPT, "--prompt-file", "x.txt"), "allowed: one of the two"),
-    (("generate", *TOY, *PROMPT, "--temperature", "-1"), "temperature=-1.0; allowed"),
-    (("generate", *TOY, *PROMPT, "--temperature", "warm"), "--temperature"),
-    (("generate", *TOY, *PROMPT, "--max-tokens", "0"), "max_tokens=0; allowed"),
-    (("generate", *TOY, *PROMPT, "--no-such-flag"), "--no-such-flag"),
-    (
-        ("generate", *TOY, *PROMPT, "--drafter", "magic"),
-        "drafter='magic'; allowed: auto, cross_vocabulary, hybrid, layer_skip, model, ngram, ngram_table",
-    ),
-    (("generate", *TOY, *PROMPT, "--acceptance", "magic"), "acceptance='magic'; allowed"),
-    (("generate", *TOY, *PROMPT, "--num-draft-tokens", "many"), "num_draft_tokens='many'; allowed"),
-    (("generate", *TOY, *PROMPT, "--load-options", "{"), "is not JSON"),
-    (("generate", *TOY, *PROMPT, "--logit-bias", "x=1"), "TOKEN_ID=NUMBER"),
-    (("generate", *TOY, *PROMPT, "--drafter", "model"), "needs a draft model"),
-    (("generate", *TOY, *PROMPT, "--dtype", "float32"), "the toy model has no weights"),
-    (("generate", "--target", "/no/such/folder", *PROMPT), "'/no/such/folder' is not a folder"),
-    (("generate", "--target", "missing.gguf", *PROMPT), "'missing.gguf' does not exist"),
-    (("generate", *TOY, "--prompt-file", "missing.txt"), "'missing.txt' cannot be read"),
-    (("generate", *TOY, *PROMPT, "--category", "x"), "--prompt-file"),
-    (("generate", *TOY, *PROMPT, "--json", "/no/such/folder/x.json"), "cannot be written"),
-    (("generate", *TOY, *PROMPT, "--config", "missing.json"), "cannot be read"),
-    (("verify", *TOY, "--category", "no-such-category"), "category 'no-such-category' is not in the demonstration's"),
-    (("compare", *TOY, *PROMPT, "--hf"), "needs a Hugging Face model"),
-    (("frobnicate",), "frobnicate"),
-]
-
-
-@subcases("arguments,message", WRONG_USE, ids=lambda value: " ".join(value)[-40:] if value else "")
-def test_wrong_use_is_one_line_and_exit_code_2(capsys, monkeypatch, arguments, message: str) -> None:
-    code, _, err = run(capsys, monkeypatch, *arguments)
-    lines = [line for line in err.splitlines() if line.startswith("error:")]
-    assert code == 2 and len(lines) == 1 and message in lines[0]
-    assert "Traceback" not in err
 
 
 def test_a_damaged_prompt_file_names_the_line(capsys, monkeypatch, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def test_settings_missing_from_a_file_keep_the_commands_defaults(
 
     seen: list[DecoderConfig] = []
     monkeypatch.setattr(serve, "load_decoder", lambda models, config, **_: seen.append(config))
-    monkeypatch.setattr("slipstream.apps.server.launch.serve", lambda settings, load, *_: load())
+    monkeypatch.setattr("slipstream.apps.server.launch.serve", lambda settings, sources, *_: sources[0].load())
     for arguments in ((), ("--config", str(file))):
         file.write_text('{"drafter": "ngram"}')
         assert run(capsys, monkeypatch, "serve", *TOY, *arguments)[0] == 0
@@ -98,7 +98,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
     source, out, errors = write(tmp_path / "in.jsonl", requests(1)), tmp_path / "out.jsonl", tmp_path / "e.jsonl"
     with ExitStack() as held:
         if fault == "in use":
-            held.enter_context(JobOutput(out))
+            held.enter_context(closing(JobOutput(out)))
         elif fault == "a letter":
             out.write_text("a letter\n")
         elif fault == "no right":

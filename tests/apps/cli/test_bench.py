@@ -43,7 +43,8 @@ def test_bench_prints_tables_and_writes_records(capsys, monkeypatch, tmp_path: P
     assert saved["settings"] == header.settings and len(saved["summary"]) == 6
     ngram = next(summary for summary in saved["summary"] if (summary["arm"], summary["batch"]) == ("ngram@3", 1))
     assert ngram["verdicts"]["identical"] == 2 and set(ngram["families"]) == {"birds", "fish"}
-    assert ngram["speed"]["tokens"] == 32 and ngram["speed"]["speed_up"]["low"] > 0
+    assert ngram["speed"]["tokens"] == 32 and ngram["speed"]["speed_up"]["value"] > 0
+    assert ngram["speed"]["groups"] == 2 and ngram["speed"]["speed_up"]["low"] is None  # too few for an interval
     assert sum(ngram["time_split"].values()) == pytest.approx(1.0)
 
 
@@ -94,7 +95,7 @@ def test_the_builtin_prompts_are_the_default(capsys, monkeypatch, tmp_path: Path
 
 
 def test_wrong_texts_are_exit_code_1_for_a_lossless_arm_but_not_for_a_lossy_one(
-    capsys, monkeypatch, tmp_path: Path, toy
+    capsys, monkeypatch, caplog, tmp_path: Path, toy
 ) -> None:
     right = bench.load_decoder
     wrong = load_wrong_rule("first-mismatch-kept")
@@ -104,9 +105,9 @@ def test_wrong_texts_are_exit_code_1_for_a_lossless_arm_but_not_for_a_lossy_one(
     assert re.search(r"error: arm model@4, batch 1: \d of 2 texts differ from plain decoding", err)
     monkeypatch.setattr(bench, "load_decoder", right)
     options = ("--out", str(tmp_path / "lossy"), "--arms", "none,model@4/topk:10")
-    code, out, err = run(capsys, monkeypatch, *toy, *options)
+    code, out, _ = run(capsys, monkeypatch, *toy, *options)
     assert code == 0 and "different" in out and "DIFFERENT" not in out
-    assert "model@4/topk:10 (lossy)" in out and "topk:10 is lossy" in err
+    assert "model@4/topk:10 (lossy)" in out and "topk:10 is lossy" in caplog.text
 
 
 def test_a_failed_arm_has_a_line_but_no_number(capsys, monkeypatch, tmp_path: Path, toy) -> None:

@@ -49,7 +49,7 @@ def test_a_word_longer_than_a_line_is_not_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("colours", "no_color", "drafter", "shown"),
+    ("colors", "no_color", "drafter", "shown"),
     [
         ("standard", False, "ngram", True),
         ("standard", False, "none", False),
@@ -57,12 +57,12 @@ def test_a_word_longer_than_a_line_is_not_broken() -> None:
         (None, False, "ngram", False),
     ],
 )
-def test_colours_are_explained_only_where_they_are_shown(
-    colours: str | None, no_color: bool, drafter: str, shown: bool
+def test_colors_are_explained_only_where_they_are_shown(
+    colors: str | None, no_color: bool, drafter: str, shown: bool
 ) -> None:
     decoder, written = SpeculativeDecoder("toy", drafter=drafter), io.StringIO()
     comparisons = list(compare(decoder, ["a fish, a fish, a fish,"], SamplingParams(max_tokens=8)))
-    print_legend(Stream(file=written, color_system=colours, no_color=no_color, force_terminal=True), comparisons)
+    print_legend(Stream(file=written, color_system=colors, no_color=no_color, force_terminal=True), comparisons)
     assert ("Colors: " in written.getvalue()) == shown
 
 

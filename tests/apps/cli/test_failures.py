@@ -13,14 +13,12 @@ from slipstream.bench.comparison import PLAIN, SPECULATIVE, Comparison, Run
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.text.prompt_sets import NamedPrompt
 from tests.support.command_line import run
-from tests.support.markers import subcases
 
 pytestmark = pytest.mark.slow
 
 TOY = ("--target", "toy")
 PROMPT = ("-p", "The heron")
 COMMAND = [sys.executable, "-c", "from slipstream.apps.cli import main; main()"]
-BYTES = b"\xff\xfe".decode(errors="surrogateescape")  # as Python gives arguments that are not UTF-8
 
 
 def refused(capsys, monkeypatch, *arguments: str) -> str:
@@ -28,44 +26,6 @@ def refused(capsys, monkeypatch, *arguments: str) -> str:
     lines = err.splitlines()
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and not out, err
     return lines[0]
-
-
-@subcases(
-    "arguments, message",
-    [
-        (("--temperature", "abc"), "--temperature 'abc'; allowed: a number"),
-        (("--temperature=abc",), "--temperature 'abc'; allowed: a number"),
-        (("--max-tokens", "1.5"), "--max-tokens '1.5'; allowed: a whole number"),
-        (("--stop-token-ids", "x"), "--stop-token-ids 'x'; allowed: a whole number"),
-        (("--limit", "0"), "--limit '0'; allowed: 1 or more"),
-        (("--logit-bias", "5"), "--logit-bias '5'; allowed: TOKEN_ID=NUMBER"),
-        (("-p", BYTES), "prompt has '\\udcff' at character 0; allowed: valid Unicode"),
-        (("--system", BYTES), "--system has '\\udcff' at character 0; allowed: valid Unicode"),
-        (("--stop", BYTES), "allowed: non-empty strings of valid Unicode"),
-        (("--bad-words", BYTES), "allowed: non-empty strings of valid Unicode"),
-        (("--system", "Be brief."), "'toy' lacks"),
-        (("--system", "Be brief.", "--raw"), "--system with --raw"),
-        (("-p", "-", "-p", "-"), "prompt - is given twice"),
-        (("--drafter", "none", "--num-draft-tokens", "4"), "num_draft_tokens=4 with drafter='none'"),
-    ],
-)
-def test_a_refusal_repeats_the_value(capsys, monkeypatch, arguments: tuple[str, ...], message: str) -> None:
-    assert message in refused(capsys, monkeypatch, "generate", *TOY, *PROMPT, *arguments)
-
-
-@subcases(
-    "arguments, message",
-    [
-        (("sweep", "--lengths", "8-0"), "--lengths '8-0': the range 8-0 is empty"),
-        (("sweep", "--lengths", "0-2,5-4"), "the range 5-4 is empty"),
-        (("verify", "--category", "stories"), "category 'stories' is not in the demonstration's prompts"),
-        (("generate", "-p", "A", "--category", "x"), "--category and --limit select from a --prompt-file"),
-        (("generate", "-p", "A", "--limit", "2"), "--category and --limit select from a --prompt-file"),
-        (("generate", "-p", "A", "--num-draft-tokens=--5"), "num_draft_tokens='--5'"),
-    ],
-)
-def test_options_without_effect_are_refused(capsys, monkeypatch, arguments: tuple[str, ...], message: str) -> None:
-    assert message in refused(capsys, monkeypatch, arguments[0], *TOY, *arguments[1:])
 
 
 WRITERS = [

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from slipstream import SlipstreamError
 from slipstream.apps.cli import launch
-from slipstream.apps.cli.launch import CLIENTS, Served, found
+from slipstream.apps.cli.launch import CLIENTS, Served, server_at
 from tests.support.command_line import run
 from tests.support.running_server import RunningServer, running_server
 
@@ -62,15 +65,24 @@ def test_settings_are_printed_without_running_the_client(capsys: Any, monkeypatc
         assert "the first request of claude has about 19000 tokens, and tiny takes 4096" in errors
 
 
+def test_a_model_of_a_server_of_several_is_loaded_and_used(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_server(several={"first": {}, "second": {"max_model_len": 512}}) as server:
+        options = ("launch", "opencode", "--print", "--url", server.url, "--model", "second")
+        code, printed, _ = run(capsys, monkeypatch, *options)
+        assert code == 0 and '"slipstream/second"' in printed and '"context": 512' in printed
+        assert [service.state for service in server.models.services] == ["unloaded", "loaded"]
+        assert server_at(server.url, "third") is None
+
+
 def test_a_key_comes_from_a_variable_and_is_no_argument(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "keys").write_text("ann:secret-key\n")
     with running_server(api_key_file=str(tmp_path / "keys")) as server:
         with pytest.raises(SlipstreamError, match="needs a key; set SLIPSTREAM_API_KEY"):
-            found(server.url)
+            server_at(server.url)
         monkeypatch.setenv(launch.KEY, "secret-key")
-        served = found(server.url)
+        served = server_at(server.url)
         assert served is not None and served.model == "toy"
         settings = launch.codex_settings(served)
         assert (
@@ -96,6 +108,22 @@ def test_a_server_is_started_and_ends_with_the_client(
     code, _, errors = run(capsys, monkeypatch, "launch", "claude", "--model", "toy")
     assert code == 3, errors
     _, variables = json.loads(programs.read_text())
-    assert variables["ANTHROPIC_MODEL"] == "toy" and found(variables["ANTHROPIC_BASE_URL"]) is None
+    assert variables["ANTHROPIC_MODEL"] == "toy" and server_at(variables["ANTHROPIC_BASE_URL"]) is None
     code, _, errors = run(capsys, monkeypatch, "launch", "claude", "--model", "toy:99")
-    assert code == 1 and "model 'toy:99'" in errors
+    assert code == 1 and "model 'toy:99'" in errors and errors.count("error: ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to handle")
+def test_a_terminated_command_ends_its_client_and_its_server(programs: Path, tmp_path: Path) -> None:
+    script = f"import json, os, time\njson.dump(dict(os.environ), open({str(tmp_path / 'part')!r}, 'w'))\n"
+    script += f"os.rename({str(tmp_path / 'part')!r}, {str(programs)!r})\ntime.sleep(600)\n"
+    (tmp_path / "claude").write_text(f"#!{sys.executable}\n{script}")
+    process = subprocess.Popen([sys.executable, "-m", "slipstream", "launch", "claude", "--model", "toy"])
+    while not programs.exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    url = json.loads(programs.read_text())["ANTHROPIC_BASE_URL"]
+    assert server_at(url) is not None
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM and server_at(url) is None

@@ -14,7 +14,12 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from slipstream.apps.cli.models import PAIRS
+from slipstream.durable_files import locked
+from slipstream.models.weights.default_model import WHEEL
+from slipstream.models.weights.named_models import short_names
 from tests.support.command_line import run
+from tests.support.gguf_files import write_chat_model
+from tests.support.hub_server import connect, hub_server
 from tests.support.tiny_models import fresh
 from tests.support.tiny_models import tokenizer as spoken
 from tests.support.vocabularies import TEXT, speaking, tokenizer
@@ -155,7 +160,12 @@ def test_removing_a_model_removes_all_of_it_and_nothing_else(
 def test_pull_names_what_cannot_be_pulled_and_skips_duplicate_formats(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, caches: Path
 ) -> None:
-    for name, why in (("toy", "is built in"), ("qwen", "is on this machine already"), (str(caches), "already")):
+    for name, why in (
+        ("toy", "is built in"),
+        ("qwen", "is on this machine already"),
+        (str(caches), "already"),
+        ("absent.gguf", "does not exist"),
+    ):
         code, _, err = run(capsys, monkeypatch, "models", "pull", name)
         assert code == 2 and why in err
     code, _, err = run(capsys, monkeypatch, "models", "pull", "org/absent")  # tests have no network
@@ -169,8 +179,8 @@ def test_pull_names_what_cannot_be_pulled_and_skips_duplicate_formats(
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    code, _, err = run(capsys, monkeypatch, "models", "pull", "org/x-GGUF")
-    assert code == 1 and "error: model 'org/x-GGUF' has no weights in safetensors files; allowed:" in err
+    code, _, err = run(capsys, monkeypatch, "models", "pull", "org/x")
+    assert code == 1 and "error: model 'org/x' has no weights in safetensors files; allowed:" in err
     for file in ("pytorch_model-00001-of-00002.bin", "model.safetensors"):
         (folder / file).touch()
         code, _, err = run(capsys, monkeypatch, "models", "pull", "org/absent")
@@ -185,3 +195,82 @@ def test_pairs_that_fit_together_fit_on_a_line_of_80_columns(
     code, _, err = run(capsys, monkeypatch, "models")
     pairs = [line for line in err.splitlines() if "/" in line]
     assert code == 0 and len(pairs) == len(PAIRS) and max(map(len, pairs)) <= 80
+
+
+def test_short_names_say_whether_they_fit_the_memory(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MEMORY", "5")
+    file = tmp_path / "models.json"
+    code, _, err = run(capsys, monkeypatch, "models", "--json", str(file))
+    rows = {line.split()[0]: line for line in err.splitlines() if line.startswith("  ") and ":" in line.split()[0]}
+    assert code == 0 and rows.keys() == short_names().keys() and max(map(len, rows.values())) <= 80
+    assert "(memory here: 5 GB)" in err
+    assert rows["qwen3:4b"].split()[1:] == ["2.5", "GB", "qwen3:0.6b", "5", "GB", "yes"]
+    assert rows["qwen3:8b"].endswith("no") and rows["qwen3:1.7b"].split()[3:] == ["-", "3", "GB", "yes"]
+    names = {row["name"]: row for row in json.loads(file.read_text())["names"]}
+    assert names["qwen3:8b"]["repository"] == "Qwen/Qwen3-8B-GGUF" and names["qwen3:8b"]["gigabytes_needed"] > 6
+
+
+def test_pulling_a_short_name_pulls_its_draft_model_and_rm_removes_its_file(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, caches: Path
+) -> None:
+    rows = [short_names()[name] for name in ("qwen3:8b", "qwen3:0.6b")]
+    with hub_server({row.repository: {row.file.upper(): b"GGUF", "a.md": b""} for row in rows}) as hub:  # renamed since
+        connect(monkeypatch, hub, str(caches / "hub"))
+        code, _, err = run(capsys, monkeypatch, "models", "pull", "Qwen3:8B")
+        assert code == 0 and len(hub.asked("GET", "/cdn/")) == 2
+        last = [line.partition(" in ")[0] for line in err.splitlines() if " in " in line]
+        assert last == ["Qwen3:8B is", "qwen3:0.6b, its draft model, is"]
+    code, _, err = run(capsys, monkeypatch, "models", "rm", "qwen3:8b")
+    assert code == 0 and err.startswith("removed Qwen/Qwen3-8B-GGUF:Q4_K_M (1 MB) from ")
+    assert not (caches / "hub" / "models--Qwen--Qwen3-8B-GGUF").exists()
+    code, _, err = run(capsys, monkeypatch, "models", "rm", "qwen3:8b")
+    assert code == 2 and "'qwen3:8b' is not in the caches" in err
+
+
+@pytest.mark.parametrize("typed", ["o/m-GGUF:Q4_K_M", "o/m-GGUF", "o/m-GGUF:q4_k_m", "o/m-GGUF:b-Q4_K_M.gguf"])
+def test_rm_removes_the_named_file_of_a_repository_alone(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, caches: Path, typed: str
+) -> None:
+    folder = caches / "hub" / "models--o--m-GGUF"
+    for commit in ("a" * 40, "b" * 40):  # two versions share a content
+        (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "blobs").mkdir()
+    for name, content, size in (("b-Q4_K_M.gguf", "q4", 3), ("b-Q8_0.gguf", "q8", 5), ("config.json", "c", 2)):
+        (folder / "blobs" / content).write_bytes(bytes(size * 1_000_000))
+        for snapshot in (folder / "snapshots").iterdir():
+            (snapshot / name).symlink_to(folder / "blobs" / content)
+    (folder / "blobs" / "q5.slipstream").write_bytes(bytes(7_000_000))
+    (folder / "blobs" / "q6.abc.incomplete").write_bytes(bytes(1_000_000))
+    _, out, _ = run(capsys, monkeypatch, "models")
+    listed = {line.split()[0]: " ".join(line.split()[1:3]) for line in out.splitlines() if line.startswith("o/m")}
+    names = ("o/m-GGUF", "o/m-GGUF:Q4_K_M", "o/m-GGUF:Q8_0", "o/m-GGUF:unfinished")
+    assert listed == dict(zip(names, ("2 MB", "3 MB", "5 MB", "8 MB"), strict=True))
+    if typed == "o/m-GGUF":  # with other files, the name alone means these
+        assert run(capsys, monkeypatch, "models", "rm", typed)[0] == 0
+    code, _, err = run(capsys, monkeypatch, "models", "rm", typed)
+    assert code == 0 and err.startswith("removed o/m-GGUF:Q4_K_M (3 MB) from ")
+    assert {blob.name for blob in (folder / "blobs").iterdir()} >= {"q8", "q5.slipstream"}
+    assert not (folder / "blobs" / "q4").exists() and not list(folder.rglob("b-Q4_K_M.gguf"))
+    held = locked(caches / "hub" / ".locks" / folder.name / "q5.lock")
+    assert held is not None
+    code, _, err = run(capsys, monkeypatch, "models", "rm", "o/m-GGUF:unfinished")
+    assert code == 1 and "is being downloaded by another process" in err
+    held.release()
+    assert run(capsys, monkeypatch, "models", "rm", "o/m-GGUF:unfinished")[0] == 0
+    run(capsys, monkeypatch, "models", "rm", "o/m-GGUF")
+    partial = caches / "own" / f"{WHEEL}.partial"
+    partial.write_bytes(bytes(4_000_000))
+    assert "smollm2:unfinished 4 MB" in " ".join(run(capsys, monkeypatch, "models")[1].split())
+    assert run(capsys, monkeypatch, "models", "rm", "smollm2:unfinished")[0] == 0 and not partial.exists()
+    assert run(capsys, monkeypatch, "models", "rm", "o/m-GGUF:Q8_0")[0] == 0 and not folder.exists()
+
+
+def test_models_check_takes_names_of_the_hub(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    content = Path(write_chat_model(tmp_path / "a.gguf")).read_bytes()
+    with hub_server({"o/m-GGUF": {"m-Q8_0.gguf": content}}) as hub:
+        connect(monkeypatch, hub, str(tmp_path / "hub"))
+        code, out, err = run(capsys, monkeypatch, "models", "check", str(tmp_path / "a.gguf"), "o/m-GGUF:q8_0")
+    assert code == 0 and out.startswith("Works"), err

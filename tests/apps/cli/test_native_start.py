@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slipstream.models.cpu.processor import NEEDED, processor
-from tests.support.gguf_files import byte_level, write_model
+from tests.support.gguf_files import write_chat_model
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,6 @@ try:
 except SystemExit as ended:
     print(json.dumps([ended.code or 0, [name for name in {SLOW} if name in sys.modules]]), file=sys.stderr)
 """
-TEMPLATE = "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>{% endfor %}<start>assistant\n"
 
 
 def generate(*arguments: str) -> tuple[str, list[Any]]:
@@ -40,15 +39,11 @@ def generate(*arguments: str) -> tuple[str, list[Any]]:
     return run.stdout, json.loads(run.stderr.strip().splitlines()[-1])
 
 
-def write(path: Path, **shape: Any) -> str:
-    tokenizer = byte_level("smollm", {"<start>": 3, "<end>": 3}, bos="<start>", eos="<end>")
-    vocabulary = {"vocab_size": 260, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    write_model(path, tokenizer=tokenizer, more=lambda w: w.add_chat_template(TEMPLATE), **vocabulary, **shape)
-    return str(path)
-
-
 @pytest.mark.slow
 def test_a_gguf_file_and_a_draft_need_no_transformers(tmp_path: Path) -> None:
-    target, draft = write(tmp_path / "target.gguf"), write(tmp_path / "draft.gguf", num_hidden_layers=1)
+    target, draft = (
+        write_chat_model(tmp_path / "target.gguf"),
+        write_chat_model(tmp_path / "draft.gguf", num_hidden_layers=1),
+    )
     text, outcome = generate("-m", target, "--draft", draft, "--temperature", "0.8")
     assert outcome == [0, []] and text.strip()

@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
 
-from slipstream import Rule, SpeculativeDecoder
+from slipstream import Rule, SpeculativeDecoder, UsageError
 from slipstream.core import user_objects
 from slipstream.core.acceptance import RULES, load_rule, rejection
 from tests.support.command_line import run
-
-MODULE = '''
-from slipstream import Distributions, Draft, Rule, Traits
-from slipstream.core.acceptance import rejection, topk
-
-
-class Echo:
-    """Proposes the row's newest tokens again."""
-
-    traits = Traits(samples=False, needs_forwards=False, default_length=4)
-
-    def __init__(self, setup):
-        self.device = setup.device
-
-    def propose(self, rows, lengths, sampler):
-        return Draft.from_lists([row.tokens[-n:] if n else [] for row, n in zip(rows, lengths)], self.device)
-
-
-class Broken:
-    def __init__(self):
-        raise RuntimeError("out of ideas")
-
-
-right = Rule("right", True, rejection)
-wrong = Rule("wrong", True, lambda p, scores, draft: topk(p, scores, draft, k=2))
-number = 7
-'''
+from tests.support.user_objects import users_module
 
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "unfinished.py").write_text("def propose(\n")
-    monkeypatch.chdir(tmp_path)
-    for cache in (user_objects.user_object, user_objects._installed, load_rule):
-        cache.cache_clear()
-    yield
-    sys.modules.pop("mine", None)
-    for cache in (user_objects.user_object, user_objects._installed, load_rule):
-        cache.cache_clear()
+    with users_module(tmp_path, monkeypatch):
+        yield
 
 
 def test_a_drafter_by_name_drafts_and_leaves_the_text_alone() -> None:
@@ -64,12 +31,30 @@ def test_a_drafter_by_name_drafts_and_leaves_the_text_alone() -> None:
     assert result.token_ids == named.using("none").generate("The heron", max_tokens=30).token_ids
 
 
+def test_a_policy_by_name_chooses_lengths_and_leaves_the_text_alone() -> None:
+    prompt = "The heron, the heron, the heron"
+    decoder = SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens="mine:Halves")
+    result = decoder.generate(prompt, max_tokens=30)
+    lengths = [round.num_draft_tokens for round in result.rounds]
+    assert max(lengths) == 4 and lengths[-1] < 4
+    assert result.token_ids == decoder.using("none", num_draft_tokens="auto").generate(prompt, max_tokens=30).token_ids
+    sampled = decoder.generate(prompt, max_tokens=30, temperature=0.8, seed=5).token_ids
+    plain = decoder.using("none", num_draft_tokens="auto")
+    assert sampled == plain.generate(prompt, max_tokens=30, temperature=0.8, seed=5).token_ids
+
+
+def test_a_policys_wrong_lengths_end_the_request_with_its_name() -> None:
+    decoder = SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens="mine:TooMany")
+    with pytest.raises(UsageError, match=r"policy mine:TooMany returned lengths \[\d+\]; allowed: a list of 1 whole"):
+        decoder.generate("The heron", max_tokens=10)
+
+
 Streams = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
 
 def test_benchmarks_take_own_drafters_and_rules_as_arms(capsys: Streams, monkeypatch: Patch) -> None:
-    arms = "none,mine:Echo@3,ngram@3/mine:right~0.8"
+    arms = "none,mine:Echo@3,ngram@3/mine:right~0.8,ngram@mine:Halves"
     options = ("--target", "toy", "--limit", "1", "--repeats", "1", "--json", "bench.json")
     code, out, errors = run(capsys, monkeypatch, "bench", *options, "--arms", arms)
     assert code == 0, errors
@@ -104,9 +89,10 @@ def test_entry_points_give_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
     points = {
         "slipstream.drafters": EntryPoints([EntryPoint("echoes", "mine:Echo", "slipstream.drafters")]),
         "slipstream.acceptance_rules": EntryPoints([EntryPoint("mild", "mine:right", "slipstream.acceptance_rules")]),
+        "slipstream.policies": EntryPoints([EntryPoint("halves", "mine:Halves", "slipstream.policies")]),
     }
     monkeypatch.setattr(user_objects, "entry_points", lambda *, group: points[group])
-    decoder = SpeculativeDecoder("toy", drafter="echoes", acceptance="mild")
+    decoder = SpeculativeDecoder("toy", drafter="echoes", acceptance="mild", num_draft_tokens="halves")
     assert decoder.drafter_name == "echoes" and decoder.lossless
     assert "mild" not in RULES  # nothing is registered under another's name
 
@@ -124,6 +110,10 @@ def test_entry_points_give_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--drafter", "mine:number"), "drafter='mine:number' cannot be made: TypeError"),
         (("--drafter", "mine"), "allowed: auto, "),
         (("--acceptance", "mine:Echo"), "acceptance='mine:Echo' is of type type; allowed: a Rule("),
+        (("--num-draft-tokens", "mine:NoLengths"), "allowed: a subclass of slipstream.Policy"),
+        (("--num-draft-tokens", "mine:Broken"), "num_draft_tokens='mine:Broken' cannot be made: RuntimeError"),
+        (("--num-draft-tokens", "absent:Halves"), "num_draft_tokens='absent:Halves': module 'absent' cannot be"),
+        (("--num-draft-tokens", "heuristic:many"), "num_draft_tokens='heuristic:many'; allowed: 'auto', 'chain'"),
         (("--acceptance", "mine:rihgt"), "did you mean 'right'?"),
     ],
 )

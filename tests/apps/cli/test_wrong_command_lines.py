@@ -25,6 +25,7 @@ ARGUMENTS = {"batch": ("in.jsonl", "out.jsonl"), "report": ("folder",), "generat
 NUMBERS = (int, float, int | None, float | None, list[int], list[float])
 TOY = ("--target", "toy")
 GENERATE = ("generate", *TOY, "A")
+BYTES = b"\xff\xfe".decode(errors="surrogateescape")  # as Python gives arguments that are not UTF-8
 Case = tuple[tuple[str, ...], str]
 
 WRITTEN: list[Case] = [
@@ -37,7 +38,17 @@ WRITTEN: list[Case] = [
     (("help", "simulte"), "did you mean 'simulate'?"),
     (("help", "chat", "x"), "unexpected argument 'x'; allowed: slipstream help [COMMAND]"),
     (("models", "chek"), "did you mean 'check'?"),
-    (("models", "list"), "allowed: pull, rm, check, or `slipstream models` alone"),
+    (("models", "frobnicate"), "allowed: pull, rm, check, or `slipstream models` alone"),
+    (("models", "list"), "unknown command 'list'; did you mean `slipstream models`?"),
+    (("models", "download", "o/m"), "did you mean `slipstream models pull o/m`?"),
+    (("run", "qwen3:4b"), "unknown command 'run'; did you mean `slipstream chat --model qwen3:4b`?"),
+    (("run", "qwen3:4b", "--verbose", "Why?"), "did you mean `slipstream generate --model qwen3:4b 'Why?'`?"),
+    (("run",), "did you mean `slipstream chat --model MODEL`?"),
+    (("pull", "qwen3:4b"), "did you mean `slipstream models pull qwen3:4b`?"),
+    (("ls",), "did you mean `slipstream models`?"),
+    (("show", "qwen3:4b"), "did you mean `slipstream models`?"),
+    (("ps",), "did you mean `slipstream models`, or GET /api/ps of a running server?"),
+    (("help", "run"), "did you mean `slipstream chat --model MODEL`?"),
     (("--versoin",), "did you mean '--version'?"),
     # arguments
     (("report",), "Missing argument 'FOLDER'"),
@@ -65,6 +76,11 @@ WRITTEN: list[Case] = [
     (("generate", *TOY, "--prompt-file", "-"), "standard input is empty"),
     ((*GENERATE, "--limit", "1"), "--category and --limit select from a --prompt-file"),
     ((*GENERATE, "--system", "s", "--raw"), "--system with --raw"),
+    ((*GENERATE, "--system", "Be brief."), "'toy' lacks"),
+    (("generate", *TOY, "-p", BYTES), "prompt has '\\udcff' at character 0; allowed: valid Unicode"),
+    ((*GENERATE, "--system", BYTES), "--system has '\\udcff' at character 0; allowed: valid Unicode"),
+    ((*GENERATE, "--stop", BYTES), "allowed: non-empty strings of valid Unicode"),
+    ((*GENERATE, "--bad-words", BYTES), "allowed: non-empty strings of valid Unicode"),
     ((*GENERATE, "--answer-start", "s", "--raw"), "--answer-start with --raw"),
     ((*GENERATE, "--answer-start", "s"), "--answer-start needs a chat template, which 'toy' lacks"),
     ((*GENERATE, "--chat-template-kwargs", "x"), "--chat-template-kwargs 'x' is not JSON"),
@@ -79,6 +95,7 @@ WRITTEN: list[Case] = [
     # sampling
     ((*GENERATE, "--temperature", "-1"), "temperature=-1.0; allowed: a number, 0 or more"),
     ((*GENERATE, "--temperature", "warm"), "--temperature 'warm'; allowed: a number"),
+    ((*GENERATE, "--temperature=abc"), "--temperature 'abc'; allowed: a number"),
     ((*GENERATE, "--temperature", "nan"), "temperature=nan; allowed: a number, 0 or more"),
     ((*GENERATE, "--top-p", "0"), "top_p=0.0; allowed: a number above 0, up to 1"),
     ((*GENERATE, "--top-p", "1.5"), "top_p=1.5; allowed: a number above 0, up to 1"),
@@ -87,11 +104,12 @@ WRITTEN: list[Case] = [
     ((*GENERATE, "--top-k", "1.5"), "--top-k '1.5'; allowed: a whole number"),
     ((*GENERATE, "--repetition-penalty", "0"), "repetition_penalty=0.0; allowed: a number above 0"),
     ((*GENERATE, "--max-tokens", "0"), "max_tokens=0; allowed: a whole number, 1 or more"),
-    ((*GENERATE, "--min-tokens", "300"), "min_tokens=300; allowed: 0 to max_tokens (200)"),
+    ((*GENERATE, "--min-tokens", "3000"), "min_tokens=3000; allowed: 0 to max_tokens (1024)"),
     ((*GENERATE, "--seed", "-1"), "seed=-1; allowed: a whole number, 0 or more"),
     ((*GENERATE, "--n", "3"), "n=3; allowed: 1 with temperature=0"),
     ((*GENERATE, "--stop", ""), "stop"),
     ((*GENERATE, "--logit-bias", "5"), "--logit-bias '5'; allowed: TOKEN_ID=NUMBER"),
+    ((*GENERATE, "--logit-bias", "x=1"), "TOKEN_ID=NUMBER"),
     ((*GENERATE, "--stop-token-ids", "-4"), "stop_token_ids"),
     ((*GENERATE, "--logprobs", "-1"), "logprobs=-1; allowed: a whole number, 0 or more"),
     ((*GENERATE, "--prediction", "absent.txt"), "'absent.txt' cannot be read: no such file or directory; allowed"),
@@ -111,8 +129,10 @@ WRITTEN: list[Case] = [
     ((*GENERATE, "--acceptance", "topk:0"), "allowed: topk:K with a whole number K, 1 or more"),
     ((*GENERATE, "--num-draft-tokens", "many"), "num_draft_tokens='many'; allowed"),
     ((*GENERATE, "--num-draft-tokens", "-2"), "num_draft_tokens=-2"),
+    ((*GENERATE, "--num-draft-tokens=--5"), "num_draft_tokens='--5'"),
     ((*GENERATE, "--drafter", "none", "--num-draft-tokens", "4"), "num_draft_tokens=4 with drafter='none'"),
     ((*GENERATE, "--dtype", "float61"), "did you mean 'float16'?"),
+    ((*GENERATE, "--dtype", "float32"), "the toy model has no weights"),
     ((*GENERATE, "--dtype", "int3"), "dtype='int3'; allowed: auto, bfloat16"),
     ((*GENERATE, "--draft-dtype", "int5"), "draft_dtype='int5'; allowed"),
     ((*GENERATE, "--quantize", "int44"), "did you mean 'int4'?"),
@@ -143,6 +163,7 @@ WRITTEN: list[Case] = [
     (("bench", *TOY, "--arms", "none,ngarm"), "ngarm"),
     (("bench", *TOY, "--plan", "typo.json"), "did you mean 'drafter'?"),
     (("sweep", *TOY, "--lengths", "8-0"), "the range 8-0 is empty"),
+    (("sweep", *TOY, "--lengths", "0-2,5-4"), "the range 5-4 is empty"),
     (("sweep", *TOY, "--lengths", "x"), "--lengths 'x'; allowed: whole numbers and ranges"),
     (("sweep", *TOY, "--temperatures", "-1"), "--temperatures '-1'; allowed: numbers, 0 or more"),
     (("sweep", *TOY, "--num-draft-tokens", "3"), "allowed: --lengths"),
@@ -178,6 +199,20 @@ WRITTEN: list[Case] = [
     (("generate", *TOY, "--prompt-file", "p", "--json", "./p"), "'p' is --prompt-file and --json; allowed: two files"),
     (("batch", "in.jsonl", "-", *TOY), "output='-'; allowed: the name of a file"),
     (("simulate", "--alpha", "1.5"), "--alpha '1.5'; allowed: 1 or less"),
+    ((*GENERATE, "--thinking-token-budget", "5"), "thinking_token_budget=5, but this model writes no thoughts"),
+    *(
+        (("launch", "claude", "--print", f"--url={url}"), f"--url {url!r}; allowed: an address like http://")
+        for url in (
+            "x",
+            "localhost:8000",
+            "ftp://x",
+            "http://:80",
+            "http://[",
+            "http://a b",
+            "http://x:port",
+            "http://x:99999",
+        )
+    ),
     # serving
     (("serve", "--host", "0.0.0.0"), "0.0.0.0"),
     (("serve", "--port", "70000"), "port=70000; allowed: a whole number from 0 to 65535"),
@@ -239,7 +274,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron"}\n')
 
 
-@subcases("arguments,message", [*WRITTEN, *GENERATED], ids=lambda value: " ".join(value)[-50:])
+@subcases("arguments,message", [*WRITTEN, *GENERATED], ids=lambda value: ascii(" ".join(value))[-50:])
 def test_a_wrong_command_line_is_refused_in_one_line(
     folder: None,
     capsys: pytest.CaptureFixture[str],

@@ -60,6 +60,7 @@ def with_more(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
     return fields | {"extra_body": fields.get("extra_body", {}) | more}
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("form", mostly_slow(FORMS, FORMS[0], FORMS[5]))
 @pytest.mark.parametrize("temperature", [0, 1.2])

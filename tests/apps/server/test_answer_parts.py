@@ -28,7 +28,7 @@ class Unread(list[Round]):
 
 
 def test_the_usage_of_a_chunk_reads_no_round_again() -> None:
-    choice = ChoiceState(Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0, prediction=(7, 8, 9))), True)
+    choice = ChoiceState(Job(LiveRequest(), 0, Row(0, [1, 2, 3], SamplingParams(), 0, prediction=(7, 8, 9))), True)
     choice.rounds = Unread()
     for step in range(2):
         choice.take(Committed(0, replace(ROUND, step=step, start=3 + 3 * step), 0.0))
@@ -38,7 +38,7 @@ def test_the_usage_of_a_chunk_reads_no_round_again() -> None:
 
 
 def test_running_statistics_equal_those_of_all_rounds() -> None:
-    choice = ChoiceState(Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0)), False)
+    choice = ChoiceState(Job(LiveRequest(), 0, Row(0, [1, 2, 3], SamplingParams(), 0)), False)
     rounds = [replace(ROUND, step=step, num_accepted_tokens=step) for step in range(3)]
     for round in rounds:
         choice.take(Committed(0, round, 0.0))
@@ -46,7 +46,7 @@ def test_running_statistics_equal_those_of_all_rounds() -> None:
 
 
 def test_statistics_say_whether_the_rule_is_lossless() -> None:
-    job = Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0))
+    job = Job(LiveRequest(), 0, Row(0, [1, 2, 3], SamplingParams(), 0))
     for lossless in (True, False):
         assert ChoiceState(job, lossless).stats.to_dict()["lossless"] is lossless
 
@@ -57,7 +57,7 @@ def test_statistics_say_whether_the_rule_is_lossless() -> None:
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
         ("/srv/models/qwen", "qwen"),
         ("~/models/qwen.gguf", "qwen.gguf"),
-        ("../qwen quantised to int4, group 32", "qwen quantised to int4, group 32"),
+        ("../qwen quantized to int4, group 32", "qwen quantized to int4, group 32"),
         ("hybrid", "hybrid"),
         ("suffix:2+p=40+store=/srv/ann/answers.npz", "suffix:2+p=40+store=answers.npz"),
         ("suffix:store=ann/answers.npz", "suffix:store=answers.npz"),

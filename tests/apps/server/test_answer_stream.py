@@ -46,7 +46,7 @@ class Client:
     """A stream of one row and its client, who reads while `reads` is set."""
 
     def __init__(self, rows: int = 1) -> None:
-        self.live = LiveRequest("/")
+        self.live = LiveRequest()
         self.live.jobs = [Job(self.live, at, Row(at, [1], SamplingParams(), 0)) for at in range(rows)]
         self.messages: list[dict[str, Any]] = []
         self.tasks: list[object] = []
@@ -300,6 +300,7 @@ def test_a_coroutine_run_until_blocked_resumes_where_it_waited() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_client_that_stops_reading_gets_the_whole_text_later() -> None:
     body = {"prompt": "A heron", "max_tokens": 600, "temperature": 0, "ignore_eos": True, "logprobs": 20}
     asked = json.dumps(body | {"stream": True, "num_draft_tokens": 0}).encode()

@@ -58,6 +58,16 @@ def test_answers_and_refusals_match_their_documented_schemas(
             jsonschema.validate(refused.json(), response_schema(document, path, method))
 
 
+@pytest.mark.parametrize(
+    "path", ["/api/chat", "/api/generate", "/api/show", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
+)
+def test_other_apis_document_their_own_refusals(server: RunningServer, document: Any, path: str) -> None:
+    for body in ([], {"model": 5}):
+        refused = server.http.post(path, json=body)
+        assert refused.status_code == 400
+        jsonschema.validate(refused.json(), response_schema(document, path, "post", "400"))
+
+
 def test_streams_are_documented_beside_whole_answers(document: Any) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]

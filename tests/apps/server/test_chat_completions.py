@@ -45,6 +45,7 @@ def expected(decoder: SpeculativeDecoder, messages: Any = ASKED, **options: Any)
     return decoder.generate(messages, SamplingParams(**options)).text
 
 
+@pytest.mark.slow
 def test_an_answer_equals_the_decoders(ask: Any, decoder: SpeculativeDecoder) -> None:
     answer = ask(max_tokens=30, temperature=0.8, seed=3)
     assert answer.choices[0].message.content == expected(decoder, max_tokens=30, temperature=0.8, seed=3)
@@ -204,6 +205,7 @@ def test_rounds_and_receipt_are_reported_on_request(server: RunningServer, decod
     assert whole["slipstream"]["receipt"]["token_ids"] == receipt["token_ids"]
 
 
+@pytest.mark.slow
 def test_a_replay_without_drafting_gives_the_same_text(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "temperature": 0.9, "slipstream": {"rounds": True}}
     receipt = server.http.post("/v1/chat/completions", json=body).json()["slipstream"]["receipt"]
@@ -259,7 +261,7 @@ def test_special_tokens_in_texts_are_refused_if_the_server_is_set_to() -> None:
     model = tiny_models.fresh("llama", vocab_size=len(inner))
 
     def load() -> SpeculativeDecoder:
-        return SpeculativeDecoder(model, tokenizer=inner, drafter="none")
+        return SpeculativeDecoder(model, tokenizer=inner, drafter="none", reproducible=False)
 
     function = {"name": "f", "arguments": json.dumps({"x": "<eos>"}).replace("<", "\\u003c")}
     called = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
@@ -291,7 +293,7 @@ def test_special_tokens_in_texts_are_refused_if_the_server_is_set_to() -> None:
             assert answer.status_code == 200, answer.text
     with running_server(
         load
-    ) as server:  # by default special tokens in texts are tokenised as such, as other servers do
+    ) as server:  # by default special tokens in texts are tokenized as such, as other servers do
         body = {"messages": [message | {"content": INJECTED}], "max_tokens": 1, "return_token_ids": True}
         ids = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["prompt_token_ids"]
         assert inner.eos_token_id in ids
@@ -300,9 +302,8 @@ def test_special_tokens_in_texts_are_refused_if_the_server_is_set_to() -> None:
 def test_thoughts_have_two_names_and_calls_count_up(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     thought, text = AnswerPiece("thought", "hm", ""), AnswerPiece("text", "so", "")
     calls = [AnswerPiece("call", "", "", ToolCall("look", arguments)) for arguments in ("{}", '{"x": 1}')]
-    fed = iter([[thought], [text, calls[0]]])
-    monkeypatch.setattr(PartReader, "feed", lambda reader, piece: next(fed, []))
-    monkeypatch.setattr(PartReader, "end", lambda reader: calls[1:])
+    read = iter([[thought], [text, calls[0]]])
+    monkeypatch.setattr(PartReader, "read", lambda _, piece: next(read, []) + calls[1:] * bool(piece.finish_reason))
     message = AnswerMessage("hm", "", tuple(part.call for part in calls if part.call is not None))
     monkeypatch.setattr(PartReader, "message", lambda reader: message)
     body = {"messages": ASKED, "max_tokens": 9, "num_draft_tokens": 0, "ignore_eos": True}

@@ -6,12 +6,14 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from slipstream import UsageError
+from slipstream.apps.server.access import KeyFile
 from slipstream.apps.server.connections import HEAD_SECONDS, ConnectionSweep
 from slipstream.apps.server.server_settings import ServerSettings
 from tests.support.markers import subcases
@@ -47,6 +49,20 @@ def answer(server: RunningServer, request: bytes) -> tuple[int, bytes]:
     with server.connected() as connection:
         connection.sendall(request)
         return answers(connection, 1)[0]
+
+
+def test_a_body_of_two_lengths_is_refused_and_nothing_behind_it_is_read(server: RunningServer) -> None:
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+    chunked = POST + b"transfer-encoding: chunked\r\n"
+    assert answer(server, chunked + b"\r\n" + body)[0] == 200
+    for length in (len(BODY), len(body), 0):
+        with server.connected() as connection:
+            connection.sendall(chunked + b"content-length: %d\r\n\r\n" % length + body + WHOLE)
+            received = b""
+            while block := connection.recv(65536):
+                received += block
+        assert received.startswith(b"HTTP/1.1 400 ") and received.count(b"HTTP/1.1") == 1
+        assert b"content-length with transfer-encoding; allowed: one of them" in received
 
 
 # ---- idle connections
@@ -140,7 +156,7 @@ def test_a_trusted_proxy_names_its_client_by_address_only(
     caplog.clear()
     assert server.http.post("/v1/completions", headers=headers, json={}).status_code == 400
     (line,) = [record.getMessage() for record in caplog.records if record.name == "slipstream.server"]
-    assert f' status=400 client="{client}" key=none reason=' in line
+    assert f' status=400 client="{client}" seconds=' in line
 
 
 def test_without_a_trusted_proxy_nobody_chooses_an_address(caplog: pytest.LogCaptureFixture) -> None:
@@ -149,9 +165,9 @@ def test_without_a_trusted_proxy_nobody_chooses_an_address(caplog: pytest.LogCap
     with running_server() as server:
         enter = server.service.enter
 
-        def entering(endpoint: str, owner: str, salt: str | None, caller: str = "") -> Any:
+        def entering(owner: str, salt: str | None, caller: str = "") -> Any:
             callers.add(caller)
-            return enter(endpoint, owner, salt, caller)
+            return enter(owner, salt, caller)
 
         server.service.enter = entering
         for name in ("192.0.2.7", 'x status=200 key="root"'):
@@ -289,6 +305,15 @@ def test_the_page_loads_through_a_proxy_that_rewrites_the_host(server: RunningSe
         for path in ("/", "/page/app.js", "/v1/models", "/health"):
             assert listed.http.get(path, headers=site).status_code == 200
         assert listed.http.get("/v1/models", headers={"origin": "https://evil.example"}).status_code == 403
+
+
+def test_a_server_without_keys_looks_for_no_key_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = KeyFile("")
+    (tmp_path / "a file").touch()
+    assert not keys.keys().digests and caplog.messages == []
 
 
 def test_a_key_file_is_read_again_when_it_changes(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:

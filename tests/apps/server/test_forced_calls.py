@@ -130,7 +130,8 @@ def test_a_forced_call_with_a_mark_in_its_arguments_is_read_as_a_call() -> None:
     ]
     with (
         running_server(
-            lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny"
+            lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", reproducible=False),
+            served_model_name="tiny",
         ) as server,
         server.openai() as client,
     ):
@@ -165,7 +166,7 @@ def test_a_call_of_a_template_without_tools_has_the_form_that_the_prompt_describ
     inner = tiny_models.byte_tokenizer(CHAT % (CALLS % FORMS["an object between marks"][0]))
     model = tiny_models.fresh("llama", vocab_size=len(inner), max_position_embeddings=4096, eos_token_id=1)
     with running_server(
-        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny"
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", reproducible=False), served_model_name="tiny"
     ) as server:
         body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
         (choice,) = server.http.post("/v1/chat/completions", json=body | {"return_token_ids": True}).json()["choices"]
@@ -179,7 +180,8 @@ def test_a_required_call_in_an_unsupported_form_is_refused_by_name() -> None:
     model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
     with (
         running_server(
-            lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny"
+            lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", reproducible=False),
+            served_model_name="tiny",
         ) as server,
         server.openai() as client,
         pytest.raises(openai.BadRequestError, match="form of calls is not known") as caught,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.apps.server.answers import AnswerMessage, PartReader
+from slipstream.apps.server.answers import PartReader
 from slipstream.apps.server.messages_api import CountedFields, conversation
 from slipstream.tokenization.answer_parser import AnswerPiece
 from slipstream.tokenization.tokenizer import ToolCall
@@ -35,11 +35,7 @@ PARTS = [
 
 def with_parts(patch: pytest.MonkeyPatch) -> None:
     """Make every answer one of thoughts, text and calls."""
-    patch.setattr(PartReader, "feed", lambda reader, piece: [])
-    patch.setattr(PartReader, "end", lambda reader: list(PARTS))
-    calls = tuple(part.call for part in PARTS if part.call is not None)
-    message = AnswerMessage("Let me think.", "I look.", calls)
-    patch.setattr(PartReader, "message", lambda reader: message)
+    patch.setattr(PartReader, "read", lambda _, piece: PARTS if piece.finish_reason else [])
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +151,87 @@ def test_results_come_before_the_text_next_to_them() -> None:
     ]
     body = {"messages": [{"role": "assistant", "content": made}, {"role": "user", "content": blocks}]}
     fields = CountedFields.model_validate(body)
-    chat = conversation(fields)
+    chat = conversation(fields, 4096)
     assert [message.role for message in chat.messages] == ["assistant", "tool", "tool", "user"]
     assert chat.messages[0].extra["reasoning_content"] == "hm"
     only_results = CountedFields.model_validate({"messages": [{"role": "user", "content": blocks[1:]}]})
-    assert [message.role for message in conversation(only_results).messages] == ["tool", "tool"]
+    assert [message.role for message in conversation(only_results, 4096).messages] == ["tool", "tool"]
     assert list(fields.ignored) == ["messages.0.content.1.redacted_thinking"]
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": [{"type": "thinking", "thinking": text}, {"type": "text", "text": text}]}
+
+
+@subcases(
+    "edit, kept",
+    [
+        (None, "abcd"),
+        ({"keep": "all"}, "abcd"),
+        ({"keep": {"type": "all"}}, "abcd"),
+        ({}, "d"),
+        ({"keep": {"type": "thinking_turns", "value": 1}}, "d"),
+        ({"keep": {"type": "thinking_turns", "value": 2}}, "bcd"),
+        ({"keep": {"type": "thinking_turns", "value": 9}}, "abcd"),
+        ({"type": "compact_20260112"}, "abcd"),
+        ({"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 4096}}, "abcd"),
+    ],
+)
+def test_edits_of_the_conversation_clear_old_thoughts(edit: dict[str, Any] | None, kept: str) -> None:
+    """A result of a tool does not end the assistant's turn."""
+    results = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "seen"}]}
+    said = {"role": "user", "content": "go on"}
+    messages = [said, thought("a"), said, thought("b"), results, thought("c"), said, thought("d")]
+    edits = [] if edit is None else [{"type": "clear_thinking_20251015"} | edit]
+    fields = CountedFields.model_validate({"messages": messages, "context_management": {"edits": edits}})
+    chat = conversation(fields, 4096)
+    assert "".join(message.extra.get("reasoning_content", "") for message in chat.messages) == kept
+    assert "".join(message.content[0].text for message in chat.messages if message.role == "assistant") == "abcd"  # type: ignore[index, misc, union-attr]
+    assert bool(fields.ignored) == (edit is not None and "type" in edit)
+
+
+@subcases(
+    "fields, name",
+    [
+        ({"compaction": {"type": "summarize"}}, "compaction: the server makes no summaries"),
+        (
+            {
+                "context_management": {
+                    "edits": [{"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 9}}]
+                }
+            },
+            "context_management.edits.0 of type 'compact_20260112'",
+        ),
+        (
+            {
+                "context_management": {
+                    "edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 9}}]
+                }
+            },
+            "context_management.edits.0 of type 'clear_tool_uses",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_all_20270101"}]}},
+            "context_management.edits.0 of type 'clear_all_20270101'",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "some"}]}},
+            'context_management.edits.0.keep: a string; allowed: "all"',
+        ),
+        ({"context_management": {"edits": {}}}, None),
+        ({"context_management": {"edits": "all"}}, "context_management.edits is no list"),
+        ({"context_management": {"edits": [1]}}, "context_management.edits is no list"),
+    ],
+)
+def test_edits_that_would_shorten_the_conversation_are_refused(
+    server: RunningServer, fields: dict[str, Any], name: str | None
+) -> None:
+    for path in (PATH, f"{PATH}/count_tokens"):
+        answer = server.http.post(path, json=BODY | fields)
+        if name is None:
+            assert answer.status_code == 200
+        else:
+            assert answer.status_code == 400 and name in answer.json()["error"]["message"], answer.text
 
 
 @subcases(
@@ -198,3 +269,16 @@ def test_unknown_addresses_and_keys_have_anthropics_form(tmp_path: Any) -> None:
         answer = server.http.post(PATH, json=BODY, headers=headers)
         assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
         assert server.http.get("/v1/messages/none", headers=headers).json()["type"] == "error"
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_conversations_are_not_stored_and_clients_learn_to_send_all_messages(
+    server: RunningServer, thread: dict[str, str]
+) -> None:
+    answer = server.http.post("/v1/messages", json=BODY | {"thread": thread})
+    details = answer.json()["error"]["details"]
+    assert answer.status_code == 400 and details == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+    assert server.http.post("/v1/messages", json=BODY | {"thread": None}).status_code == 200

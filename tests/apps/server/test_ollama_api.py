@@ -109,7 +109,8 @@ def test_a_request_without_a_prompt_finds_the_model_loaded(server: RunningServer
     [
         ("/api/chat", {"format": "xml"}, 400, 'format="xml"; allowed: "json" or a JSON schema'),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "'image_url'"),
-        ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix: filling in the middle is not supported"),
+        ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix: this model has no tokens for infilling"),
+        ("/api/generate", {"prompt": "x", "think": 0}, 400, "think"),
         ("/api/generate", {"prompt": "x", "context": [1]}, 400, "context: contexts are not supported"),
         ("/api/pull", {"model": "tiny"}, 404, "no such path"),
     ],
@@ -134,3 +135,11 @@ def test_a_strict_server_knows_its_own_names_only() -> None:
         assert (
             server.http.post("/api/generate", json=body).status_code == 200
         )  # -1: as many tokens as there is room for
+
+
+def test_a_body_need_not_be_named_json_unless_another_site_sends_it(server: RunningServer) -> None:
+    content = json.dumps(CHAT | {"stream": False})
+    curl = {"content-type": "application/x-www-form-urlencoded"}
+    assert server.http.post("/api/chat", content=content, headers=curl).json()["message"]["content"]
+    refused = server.http.post("/api/chat", content=content, headers=curl | {"origin": "https://elsewhere.example"})
+    assert refused.status_code == 403 and "origin" in refused.json()["error"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,82 @@ def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServe
     ask(page, max_tokens=40, seed=3)
     page.wait_for_selector(".receipt")
     body = {"messages": [{"role": "user", "content": "the cat sat on the mat, the cat"}]}
-    answer = server.http.post("/v1/chat/completions", json=body | {"temperature": 0.7, "max_tokens": 40, "seed": 3})
+    answer = server.http.post("/v1/chat/completions", json=body | {"max_tokens": 40, "seed": 3})
     assert page.text_content(".answer") == answer.json()["choices"][0]["message"]["content"]
+    assert "seed 3" in page.text_content(".facts")
     kinds = set(page.eval_on_selector_all(".answer .t", "all => all.map((one) => one.classList[1])"))
     assert kinds <= {"accepted", "recovered", "bonus", "plain"} and len(kinds) > 1
     assert page.locator(".round").count() < page.locator(".answer .t").count() == 40
-    assert not page.is_visible(".answer") and page.is_visible(".markdown")
+    assert not page.is_visible(".answer") and page.is_visible("article > .markdown")
     page.click('text="Tokens"')
-    assert page.is_visible(".answer") and not page.is_visible(".markdown")
+    assert page.is_visible(".answer") and not page.is_visible("article > .markdown")
     page.focus(".answer")
     page.keyboard.press("ArrowRight")
     assert "Round 1:" in page.text_content("#tip") and "Round 1:" in page.text_content("#live")
     page.click(".receipt summary")
     page.click("text=Replay plainly")
     assert "Identical" in page.wait_for_selector(".receipt .seal").text_content()
+
+
+def test_the_shapes_below_an_answer_are_explained(server: RunningServer, opened: Opened) -> None:
+    page = opened(server.url)
+    ask(page, max_tokens=40, seed=3)
+    page.wait_for_selector(".receipt")
+    shapes = page.eval_on_selector_all(".ticker .cell", "all => all.map((one) => one.classList[1])")
+    words = {"missed": "rejected"}
+    assert set(page.locator(".key span").all_text_contents()) == {words.get(shape, shape) for shape in shapes}
+
+
+def test_chats_are_found_by_what_was_said_and_can_be_renamed(server: RunningServer, opened: Opened) -> None:
+    page = opened(server.url)
+    for number, text in enumerate(("a heron", "a stone"), 1):
+        page.click("#new-chat")
+        ask(page, text, max_tokens=5)
+        page.wait_for_selector(".facts")
+        assert page.locator("#chats option").count() == number
+    page.fill("#find", "HERON")
+    assert page.locator("#chats option").all_text_contents() == ["1 found", "a heron"]
+    page.select_option("#chats", label="a heron")
+    assert page.text_content(".said") == "a heron"
+    page.once("dialog", lambda dialog: dialog.accept("Birds"))
+    page.click("#rename-chat")
+    page.fill("#find", "")
+    page.reload()
+    assert page.locator("#chats option").all_text_contents() == ["New chat", "Birds", "a stone"]
+
+
+def test_a_phones_first_screen_shows_the_examples(server: RunningServer, opened: Opened) -> None:
+    page = opened(server.url, viewport={"width": 390, "height": 844})
+    page.wait_for_selector("#served[data-up]")
+    boxes = [page.locator(place).bounding_box() for place in ("#hello", "#composer", ".examples button:last-child")]
+    hello, composer, example = boxes
+    assert hello["y"] < 844 / 4 and example["y"] + example["height"] <= composer["y"]
+    assert page.locator("#options summary").bounding_box()["y"] > composer["y"]
+    assert not page.is_visible("#export-chat")
+    page.click("#more summary")
+    page.click("#find")
+
+
+def test_a_thought_is_folded_above_the_answer_and_is_not_sent_back(server: RunningServer, opened: Opened) -> None:
+    bodies: list[Any] = []
+
+    def answer(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        parts = [{"reasoning_content": "It *flies*."}, {"content": "A **heron**."}]
+        chunks = [{"choices": [{"index": 0, "delta": part, "finish_reason": None}]} for part in parts]
+        chunks[-1]["choices"][0]["finish_reason"] = "stop"
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+        route.fulfill(content_type="text/event-stream", body="".join([*lines, "data: [DONE]\n\n"]))
+
+    page = opened(server.url, lambda page: page.route("**/v1/chat/completions", answer))
+    ask(page)
+    page.wait_for_selector(".thought summary")
+    assert page.text_content("article > .markdown") == "A heron." and not page.is_visible("text=flies")
+    page.click(".thought summary")
+    assert page.text_content(".thought .markdown") == "It flies." and page.is_visible(".thought em")
+    ask(page)
+    page.wait_for_selector("article:nth-of-type(4) .thought summary")
+    assert bodies[1]["messages"][1] == {"role": "assistant", "content": "A **heron**."}
 
 
 def test_tokens_that_form_one_character_are_shown_together(server: RunningServer, opened: Opened) -> None:
@@ -68,7 +131,7 @@ def test_an_answer_can_be_stopped_and_regenerated(opened: Opened) -> None:
 
 def test_refusals_are_shown_in_the_servers_words(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
-    ask(page, max_tokens=5000)
+    ask(page, "x" * 5000)
     assert "4096" in page.wait_for_selector(".message .problem").text_content()
     page.fill("#temperature", "hot")
     page.fill("#ask", "again")
@@ -86,7 +149,7 @@ def test_schemas_and_predictions_are_sent_and_the_prediction_is_compared_with_th
     ask(page, schema='{"type": "object"}', prediction="one\ntwo\nthree\n")
     diff = page.wait_for_selector(".diff pre").text_content()
     assert diff == "  one  two\N{MINUS SIGN} three+ four"
-    assert page.locator(".answer .prediction").count() == page.locator(".cell.prediction").count() == 12
+    assert page.locator(".answer .prediction").count() == page.locator(".ticker .cell.prediction").count() == 12
     assert "12 from the prediction" in page.text_content(".message footer .facts")
     assert sent[0]["prediction"] == {"type": "content", "content": "one\ntwo\nthree\n"}
     assert sent[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
@@ -150,7 +213,7 @@ def test_a_server_lost_during_an_answer_is_one_line_and_the_question_can_be_retr
         page.click("text=Regenerate")
         problem = page.wait_for_selector(".message .problem").text_content()
         assert problem == "The server went away before the answer was complete."
-        assert page.text_content(".markdown") == "Once" and page.text_content(".said") == "a long story"
+        assert page.text_content("article > .markdown") == "Once" and page.text_content(".said") == "a long story"
         page.unroute("**/v1/chat/completions")
         page.click("text=Try again")
         page.wait_for_selector(".receipt")

@@ -34,11 +34,11 @@ TURNS = ["claude-code 2.1.197", "codex 0.171.0", "opencode 1.18.33", "cline 3.0.
 def chat_of(request: Any) -> ChatFields:
     path, body = request["path"].partition("?")[0], request["body"]
     if path == "/v1/messages":
-        return messages_api.conversation(messages_api.MessagesFields.model_validate(body))
+        return messages_api.conversation(messages_api.MessagesFields.model_validate(body), 65536)
     if path == "/v1/messages/count_tokens":
-        return messages_api.conversation(messages_api.CountedFields.model_validate(body))
+        return messages_api.conversation(messages_api.CountedFields.model_validate(body), 65536)
     if path == "/v1/responses":
-        return responses_api.conversation(responses_api.ResponsesFields.model_validate(body), [])
+        return responses_api.conversation(responses_api.ResponsesFields.model_validate(body), [], 65536)
     if path.startswith("/api/"):
         kind = ollama_api.GenerateFields if path.endswith("generate") else ollama_api.OllamaChatFields
         chat = ollama_api.conversation(kind.model_validate(body))
@@ -56,7 +56,7 @@ def test_every_request_is_rendered_and_a_second_turn_continues_the_first(templat
         if request["path"] != "/api/show":
             chat = chat_of(request)
             chat.add_generation_prompt = False if not chat.continue_final_message else None
-            prompts.setdefault(client, []).append(rendered_messages(chat, tokenizer, reading)[1])
+            prompts.setdefault(client, []).append(rendered_messages(chat, tokenizer, reading).ids)
     for client in TURNS:
         first, second = prompts[client][-2:]
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
@@ -68,7 +68,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     inner = tiny_models.byte_tokenizer(TEMPLATES[request.param])
     model = tiny_models.fresh("llama", vocab_size=len(inner), max_position_embeddings=32768, eos_token_id=1)
     with running_server(
-        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), max_model_len=None, default_max_tokens=3
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", reproducible=False),
+        max_model_len=None,
+        default_max_tokens=3,
     ) as running:
         yield running
 
@@ -108,4 +110,4 @@ def test_a_second_turn_reads_only_what_is_new(server: RunningServer, client: str
 
 def prompt_of(server: RunningServer, request: Any) -> list[int]:
     tokenizer = server.service.facts.tokenizer
-    return rendered_messages(chat_of(request), tokenizer, server.service.rows.reading)[1]
+    return rendered_messages(chat_of(request), tokenizer, server.service.loaded.rows.reading).ids

@@ -34,7 +34,7 @@ def test_conversations_that_take_turns_are_read_once_if_slots_suffice(
 def test_the_first_request_waits_briefly_for_those_that_arrive_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "GATHER_SECONDS", PATIENCE)
     with running_server() as server:
-        service, late = server.service, LiveRequest("/v1/completions")
+        service, late = server.service, LiveRequest()
         server.call(lambda: service._preparing.add(late))
         with in_thread(lambda: server.text("A heron", max_tokens=4)) as texts:
             server.wait_until(lambda: service.num_waiting == 1 and service._preparing == {late})

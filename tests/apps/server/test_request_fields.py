@@ -80,6 +80,7 @@ def tool(**fields: Any) -> dict[str, Any]:
 NO_TEXT = "a string, or text parts"
 
 
+@pytest.mark.slow
 @subcases(
     "path, fields, param, why",
     [
@@ -134,7 +135,7 @@ NO_TEXT = "a string, or text parts"
         (CHAT, {"grammar": "start: x"}, "grammar", "asked for with response_format or structured_outputs"),
         (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "JSON is written without whitespace"),
         (CHAT, {"thinking": {"type": "enabled"}}, "thinking", "this model has no chat template"),
-        (TEXT, {"suffix": "end"}, "suffix", "filling in the middle is not supported"),
+        (TEXT, {"suffix": "end"}, "suffix", "this model has no tokens for infilling"),
         (CHAT, {"documents": [{"text": "x"}]}, "documents", "put them into a message"),
         (CHAT, said(function_call={"name": "f"}), "messages.0.function_call", "use tool_calls"),
         (CHAT, said(prefix=True), "messages.0.prefix", "continue_final_message"),
@@ -192,7 +193,7 @@ NO_TEXT = "a string, or text parts"
         (CHAT, {LONE: 1}, None, "a field's name has a lone surrogate; allowed: valid Unicode"),
         (CHAT, {"prediction": {"type": "content", "content": LONE}}, "prediction.content", "prediction.content has '"),
         (TEXT, {"prompt": "x" * 4231}, "prompt", "is 4096 tokens; the prompt alone has 4231"),
-        # refused by their characters, before they are tokenised
+        # refused by their characters, before they are tokenized
         (TEXT, {"prompt": "x" * 40_000}, "prompt", "prompt has 40000 characters; allowed: at most 4096 tokens, of at"),
         (TEXT, {"prompt": ["y", "x" * 40_000]}, "prompt", "prompt has 40000 characters"),
         (CHAT, said(content="x" * 40_000), "messages", "messages has 40000 characters"),
@@ -256,7 +257,7 @@ def test_unknown_fields_at_every_depth_are_counted_and_named_once(
 ) -> None:
     caplog.set_level(logging.WARNING, "slipstream.server")
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}, "colour": 1}]},
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}, "color": 1}]},
         {"role": "assistant", "content": "ho", "mood": "glad", "annotations": [], "refusal": None},
         {"role": "user", "content": "hm", "mood": "sad"},
     ]
@@ -268,7 +269,7 @@ def test_unknown_fields_at_every_depth_are_counted_and_named_once(
     named = [record.getMessage().removeprefix("requests have the field ") for record in caplog.records]
     assert set(named) == {
         "'temprature', which has no effect; did you mean 'temperature'?",
-        "'messages.0.content.0.colour', which has no effect; it is unknown",
+        "'messages.0.content.0.color', which has no effect; it is unknown",
         "'messages.1.mood', which has no effect; it is unknown",
         "'slipstream.round', which has no effect; did you mean 'rounds'?",
     }

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from slipstream.apps.server.answers import AnswerMessage, PartReader
 from slipstream.apps.server.responses_api import MAX_RESPONSES, ResponsesFields, ResponseStore, conversation
 from tests.apps.server.test_messages_api import with_parts
 from tests.support.chat_templates import decoder_without_tools
@@ -59,6 +60,7 @@ def test_a_stream_is_the_whole_answer(server: RunningServer) -> None:
     assert last["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
+@pytest.mark.slow
 def test_openais_client_streams_continues_and_parses(server: RunningServer) -> None:
     with server.openai() as client:
         stream = client.responses.create(model="m", input="the cat", max_output_tokens=9, temperature=0, stream=True)
@@ -125,6 +127,24 @@ def test_thoughts_text_and_calls_are_items(
     assert data[-1]["response"]["output"] == [event["item"] for event in done]
 
 
+def test_an_empty_answer_is_a_message_whole_and_streamed(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PartReader, "read", lambda reader, piece: [])
+    monkeypatch.setattr(PartReader, "message", lambda reader: AnswerMessage("", "", ()))
+    (item,) = server.http.post(PATH, json=BODY).json()["output"]
+    *_, added, part, text, part_done, done, last = events(server, BODY)
+    assert item["content"] == done["item"]["content"] and [done["item"]] == last["response"]["output"]
+    names = [event["type"].removeprefix("response.") for event in (added, part, text, part_done, done)]
+    assert names == [
+        "output_item.added",
+        "content_part.added",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+    ]
+
+
 def test_items_of_one_answer_become_one_message() -> None:
     call: dict[str, Any] = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "seen"}]}
@@ -141,13 +161,20 @@ def test_items_of_one_answer_become_one_message() -> None:
         {"type": "web_search_call", "id": "x"},
     ]
     fields = ResponsesFields.model_validate({"input": items})
-    chat = conversation(fields, [])
+    chat = conversation(fields, [], 4096)
     roles = [message.role for message in chat.messages]
     assert roles == ["developer", "user", "assistant", "tool", "tool", "assistant"]
     made = chat.messages[2]
     assert made.content == "I look." and made.extra["reasoning_content"] == "hm"
+    assert "reasoning_content" not in chat.messages[5].extra  # nor is it counted as a field without effect
     assert [made_call.function.name for made_call in made.tool_calls or ()] == ["look", "agents__look"]
     assert list(fields.ignored) == ["input.9.web_search_call"]
+
+
+@pytest.mark.parametrize("entry", [{}, {"compact_threshold": None}, {"compact_threshold": 4096}])
+def test_a_compaction_that_no_prompt_can_trigger_is_accepted(entry: dict[str, Any]) -> None:
+    fields = ResponsesFields.model_validate({"input": "x", "context_management": [{"type": "compaction"} | entry]})
+    assert conversation(fields, [], 4096).messages and list(fields.ignored) == ["context_management.0"]
 
 
 def test_the_oldest_responses_are_forgotten_and_callers_see_their_own() -> None:
@@ -175,6 +202,12 @@ def test_a_conversation_that_is_too_long_fails_in_the_form_that_codex_reads(serv
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": [{"role": "user", "content": "x"}, {"type": "compaction", "encrypted_content": "x"}]}, "input.1"),
+        ({"input": [{"role": "user", "content": "x"}, {"type": "compaction_trigger"}]}, "input.1"),
+        ({"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, "context_management.0"),
+        ({"context_management": [{"type": "compaction"}, {"type": "clear_2027"}]}, "context_management.1"),
+        ({"context_management": [{"type": "compaction", "compact_threshold": "1e9"}]}, "context_management.0"),
+        ({"context_management": {"type": "compaction"}}, "context_management"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "messages.0.content"),
         ({"temperature": "hot"}, "temperature"),
     ],

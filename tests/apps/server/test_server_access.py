@@ -164,13 +164,13 @@ def test_a_key_must_be_sent_once_and_as_a_bearer_token(server: RunningServer) ->
 @subcases(
     "method, path, key, body, endpoint, status, owner, reason",
     [
-        ("GET", "/v1/models?api_key=secret-key", "x", None, "/v1/models", 401, "none", "no valid API key"),
-        ("GET", "/v1/models", f"ann:{KEY}", None, "/v1/models", 401, "none", "no valid API key"),
+        ("GET", "/v1/models?api_key=secret-key", "x", None, "/v1/models", 401, "", "no valid API key"),
+        ("GET", "/v1/models", f"ann:{KEY}", None, "/v1/models", 401, "", "no valid API key"),
         ("GET", "/no%0awhere", KEY, None, "/no%0Awhere", 404, '"ann"', "GET "),
         ("GET", TEXTS, KEY, None, TEXTS, 405, '"ann"', "GET '"),
-        ("POST", TEXTS, OTHER, {"prompt": "my secret"} | HOT, TEXTS, 400, "unnamed", "temperature"),
+        ("POST", TEXTS, OTHER, {"prompt": "my secret"} | HOT, TEXTS, 400, '"unnamed"', "temperature"),
         ("POST", TEXTS, KEY, b"{", TEXTS, 400, '"ann"', "the request body is not valid"),
-        ("GET", "/v1/models", None, None, "/v1/models", 403, "none", "host 'evil.example'"),
+        ("GET", "/v1/models", None, None, "/v1/models", 403, "", "host 'evil.example'"),
     ],
 )
 def test_a_refused_request_has_one_line_with_reason_and_name_of_the_key(
@@ -191,8 +191,8 @@ def test_a_refused_request_has_one_line_with_reason_and_name_of_the_key(
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = server.http.request(method, path, headers=headers, content=None if body is None else content)
     (line,) = logged(caplog)
-    place = f'method={method} endpoint={endpoint} status={status} client="127.0.0.1" key={owner}'
-    assert line.startswith(f'request {place} reason="{reason}'), line
+    place = f'method={method} path={endpoint} status={status} {owner and f"key={owner} "}client="127.0.0.1" seconds='
+    assert line.startswith(f"request {place}") and f' reason="{reason}' in line, line
     assert json.loads(line.partition(" reason=")[2]) == answer.json()["error"]["message"]
     assert "secret" not in line and KEY not in line and OTHER not in line
 
@@ -201,20 +201,24 @@ def test_the_line_of_a_request_that_was_under_way_names_the_key(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "slipstream.server")
-    server.http.post(TEXTS, headers=bearer(KEY), json={"prompt": "x", "max_tokens": 3})
-    (line,) = logged(caplog)
-    assert ' status=200 key="ann" rows=1 prompt_tokens=1 tokens=3 ' in line and "reason" not in line
+    for more in ({}, {"stream": True}):
+        server.http.post(TEXTS, headers=bearer(KEY), json={"prompt": "x", "max_tokens": 3} | more)
+        (line,) = logged(caplog)
+        who = 'method=POST path=/v1/completions status=200 model="toy" key="ann" client="127.0.0.1"'
+        figures = r"rows=1 prompt_tokens=1 tokens=3 tokens_per_round=\d\.\d+ first_token_seconds=[\d.]+ seconds=[\d.]+$"
+        assert re.search(f"id=[0-9a-f]{{32}} {who} {figures}", line), line
     answer = server.http.post(TEXTS, headers=bearer(KEY), json={"prompt": "x" * 5000, "max_tokens": 3})
     (line,) = logged(caplog)
-    assert ' status=400 key="ann" rows=0 ' in line
+    assert ' status=400 model="toy" key="ann" client="127.0.0.1" rows=0 ' in line
     assert json.loads(line.partition(" reason=")[2]) == answer.json()["error"]["message"]
 
 
 def test_the_log_does_not_tell_when_health_is_asked_for(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "slipstream.server")
-    assert server.http.get("/health").status_code == 200 and not logged(caplog)
+    for level, count in ((logging.INFO, 0), (logging.DEBUG, 1)):
+        caplog.set_level(level, "slipstream.server")
+        assert server.http.get("/health").status_code == 200 and len(logged(caplog)) == count
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

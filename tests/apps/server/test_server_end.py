@@ -19,6 +19,7 @@ import os, signal, sys, threading, time
 from slipstream.apps.server import launch
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.service import ModelSource
 from slipstream.models.toy import ToyTokenizer
 from tests.support.processes import PATIENCE
 from tests.support.running_server import toy_with
@@ -43,7 +44,7 @@ def ready(server):
     if stuck_part == "lock":  # from the shutdown on, a thread holds the interpreter lock
         def hog():
             import re
-            while server.service.state != "draining":
+            while server.models.state != "draining":
                 time.sleep(0.01)
             re.match("(a+)+$", "a" * 60 + "b")
         threading.Thread(target=hog, daemon=True).start()
@@ -51,14 +52,15 @@ def ready(server):
 
 launch.CLOSING_SECONDS = 1.0
 launch.FORCED_SECONDS = 0.1
-import slipstream.apps.server.service as service
-service.ENGINE_STOP_SECONDS = 0.1
+import slipstream.apps.server.served_models as served_models
+served_models.ENGINE_STOP_SECONDS = 0.1
 for line in sys.stdin:
     stuck_part, errors = line.split()
     if (child := os.fork()) == 0:
         signal.alarm(int(PATIENCE))  # ends it if nothing else does
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-        serve(ServerSettings(port=0, drain_timeout=0.3), load, ready)
+        settings = ServerSettings(port=0, drain_timeout=0.3)
+        serve(settings, [ModelSource(load, settings)], ready)
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """

@@ -53,7 +53,7 @@ def test_a_request_that_fails_leaves_others_their_texts(places: int) -> None:
         assert server.server.failure is None and not server.call(lambda: server.service.live)
 
 
-def test_a_stream_that_fails_ends_with_an_error_event_and_leaves_its_neighbour_alone() -> None:
+def test_a_stream_that_fails_ends_with_an_error_event_and_leaves_its_neighbor_alone() -> None:
     with running_server(lambda: faulty(max_batch_size=4)) as server, ThreadPoolExecutor(1) as thread:
         beside = thread.submit(server.text, GOOD[0], max_tokens=40, temperature=0)
         body = {"prompt": f"bad {MARK}", "max_tokens": 40, "temperature": 0}

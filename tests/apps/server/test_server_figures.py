@@ -162,5 +162,6 @@ def test_the_log_has_the_traceback_of_errors_outside_of_answers(
     monkeypatch.setattr(server.service.engine_status, "state", failing)
     answer = server.http.get("/v1/slipstream/state")
     assert answer.status_code == 500 and "lane" not in answer.text
-    (record,) = [record for record in caplog.records if record.name == "slipstream.server"]
+    record, line = [record for record in caplog.records if record.name == "slipstream.server"]
+    assert "status=500" in line.getMessage() and not line.exc_info
     assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +17,12 @@ import pytest
 from uvicorn.lifespan.on import LifespanOn
 
 from slipstream.apps.cli import serve
-from slipstream.apps.cli.consoles import err
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.launch import Server
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.errors import UsageError
 from tests.support.command_line import run
+from tests.support.markers import mostly_exhaustive
 from tests.support.processes import PATIENCE, started
 from tests.support.running_server import running_server, toy
 
@@ -42,7 +42,7 @@ from tests.support.running_server import running_server, toy
     ],
 )
 def test_an_address_is_shown_as_browsers_accept_it(host: str, url: str) -> None:
-    server = Server(ServerSettings(host=host, port=8421, insecure=True), toy, lambda server: None)
+    server = Server(ServerSettings(host=host, port=8421, insecure=True), [], lambda server: None)
     server.servers = []  # it listens nowhere yet
     assert server.url == f"http://{url}:8421"
 
@@ -52,7 +52,7 @@ def test_the_address_is_announced_only_once_the_server_listens(monkeypatch: pyte
 
     async def after_the_models(self: Any) -> None:
         await begin(self)
-        while self.config.app.state.service.state == "loading":
+        while self.config.app.state.models.state == "loading":
             await asyncio.sleep(0.001)
 
     monkeypatch.setattr(LifespanOn, "startup", after_the_models)
@@ -60,40 +60,41 @@ def test_the_address_is_announced_only_once_the_server_listens(monkeypatch: pyte
         assert httpx.get(f"{server.url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
 
 
-def test_a_terminal_shows_the_model_once_and_a_call_to_copy(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_server_names_its_model_once_and_shows_a_call_to_copy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def ready(_settings: Any, load: Callable[[], Any], banner: Callable[[Server], None], _cores: Any) -> NoReturn:
-        load()
+    def ready(_settings: Any, sources: Any, banner: Callable[[Server], None], _cores: Any) -> NoReturn:
+        sources[0].load()
         with running_server() as server:
             banner(server.server)
         raise SystemExit(0)
 
     monkeypatch.setattr("slipstream.apps.server.launch.serve", ready)
-    for name, value in (("_force_terminal", True), ("_width", 60), ("_color_system", None)):
-        monkeypatch.setattr(err, name, value)
-    lines = run(capsys, monkeypatch, "serve", "--target", "toy")[2].splitlines()
+    run(capsys, monkeypatch, "serve", "--target", "toy")
+    lines = caplog.messages
     assert sum(line.startswith("loading toy") for line in lines) == 1
     (call,) = [line for line in lines if "curl" in line]
     assert call.endswith("""[{"role": "user", "content": "Name three birds."}]}'""") and "authorization" not in call
 
 
-def test_the_shown_call_sends_a_key_where_keys_are_needed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_shown_call_sends_a_key_where_keys_are_needed(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level(logging.INFO, "slipstream.server")
     (tmp_path / "keys").write_text("anna:abcdefgh\n", encoding="utf-8")
     with running_server(api_key_file=str(tmp_path / "keys")) as server:
         serve._banner(server.server)
-    (call,) = [line for line in capsys.readouterr().err.splitlines() if "curl" in line]
+    (call,) = [line for line in caplog.messages if "curl" in line]
     assert """/v1/chat/completions -H "authorization: Bearer $KEY" -H 'content-type""" in call
 
 
 @pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_a_server_open_to_other_machines_says_so_and_shows_an_address_that_answers(
-    capsys: pytest.CaptureFixture[str], host: str, is_open: bool
+    caplog: pytest.LogCaptureFixture, host: str, is_open: bool
 ) -> None:
+    caplog.set_level(logging.INFO, "slipstream.server")
     with running_server(host=host, insecure=True) as server:
         serve._banner(server.server)
         assert httpx.get(f"{server.url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
-    banner = capsys.readouterr().err
+    banner = "\n".join(caplog.messages)
     assert (", open to other machines" in banner) is is_open and "http://127.0.0.1:" in banner
     assert "0.0.0.0" not in banner
 
@@ -141,22 +142,36 @@ def test_a_server_starts_although_its_log_cannot_be_written() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
-@pytest.mark.parametrize("is_ignored", [False, True])
-def test_a_closed_terminal_lets_running_requests_finish(is_ignored: bool) -> None:
+@pytest.mark.parametrize("how", mostly_exhaustive(["closed", "open", "nohup"], "closed"))
+def test_sighup_lets_running_requests_finish_and_ends_the_server_if_its_terminal_is_closed(how: str) -> None:
+    import fcntl
+    import termios
+
+    def prepare() -> None:
+        fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+        if how == "nohup":
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    terminal, its_side = os.openpty()
     command = ("-m", "slipstream", "serve", "--target", "toy", "--port", "0")
-    ignore = (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if is_ignored else None  # as nohup does
-    with started(*command, stderr=subprocess.PIPE, preexec_fn=ignore) as server:
-        assert server.stderr is not None
-        url = next(line.split()[-1] for line in server.stderr if " at http://" in line)
+    with (
+        os.fdopen(terminal, encoding="utf-8") as output,
+        started(*command, stderr=its_side, preexec_fn=prepare) as server,
+    ):
+        os.close(its_side)
+        url = next(line.split()[-1] for line in output if " at http://" in line)
         body = {"prompt": "A heron", "max_tokens": 1500, "ignore_eos": True, "num_draft_tokens": 0, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=PATIENCE) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
-            for _ in range(2):  # the system sends one, and shells another
+            if how == "closed":
+                output.close()  # the system sends a signal
+            for _ in range(2):  # shells send others
                 os.kill(server.pid, signal.SIGHUP)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        if is_ignored:
+        if how != "closed":
             assert httpx.get(f"{url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
+            if how == "open":
+                assert any("no --api-key-file" in line for line in output)
             server.send_signal(signal.SIGTERM)
-        server.stderr.read()
         assert server.wait(PATIENCE) == 0

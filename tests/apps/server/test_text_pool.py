@@ -1,4 +1,4 @@
-"""Threads that tokenise texts: callers take turns, and a call that fails ends alone."""
+"""Threads that tokenize texts: callers take turns, and a call that fails ends alone."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def wrong_texts(storm: Storm, decoder: SpeculativeDecoder) -> int:
 
 def stormed(load: Callable[[], SpeculativeDecoder], requests: int = 150) -> tuple[Storm, RunningServer]:
     with running_server(load, max_queued_requests=9) as server:
-        storm = Storm(server.url, requests, seed=1, longest=120).run()
+        storm = Storm(server.url, requests, seed=1, longest=60).run()
         server.wait_until(lambda: not server.service.live)
         assert server.complete(max_tokens=2).status_code == 200
         assert server.call(lambda: server.service.engine_status.num_running) == 0 == server.service.num_waiting

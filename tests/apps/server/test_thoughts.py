@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -62,6 +65,7 @@ def streamed(server: RunningServer, **fields: Any) -> dict[str, Any]:
     return message
 
 
+@pytest.mark.slow
 def test_a_stream_and_a_whole_answer_have_the_same_parts(server: RunningServer) -> None:
     kinds = set()
     for seed in range(6):
@@ -78,6 +82,7 @@ def test_a_stream_and_a_whole_answer_have_the_same_parts(server: RunningServer) 
     assert kinds == {"content", "reasoning"}
 
 
+@pytest.mark.slow
 def test_budgets_and_counts_of_other_apis_are_the_same(server: RunningServer) -> None:
     def thought(seed: int, **fields: Any) -> str:
         return str(
@@ -142,3 +147,37 @@ def test_added_tokens_may_be_named_in_grammars(server: RunningServer) -> None:
     whole = answer(server, structured_outputs={"grammar": grammar}, chat_template_kwargs={"enable_thinking": False})
     assert whole["choices"][0]["message"]["content"] == "<tool_call>a</tool_call>"
     assert whole["usage"]["completion_tokens"] == 4  # each mark is a token, and so is the end
+
+
+def test_no_thought_no_text_no_key_and_no_path_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    keys, folder = tmp_path / "keyring", tmp_path / "heron"
+    keys.write_text("anna:sesame-open\n")
+    inner = tiny_models.byte_tokenizer(TEMPLATE)
+    tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1).save_pretrained(folder)
+    inner.save_pretrained(folder)
+    past = [
+        {"role": "user", "content": "my secret plan"},
+        {"role": "assistant", "content": "a hidden answer", "reasoning_content": "a private thought"},
+        {"role": "user", "content": "go on"},
+    ]
+    limits = {"max_tokens": 20, "thinking_token_budget": 6, "unknown_field": "my secret plan"}
+    bodies: dict[str, Any] = {
+        ADDRESS: {"messages": past, **limits},
+        "/v1/messages": {"model": "m", "messages": [past[0]], "max_tokens": 20, "thinking": {"budget_tokens": 1}},
+        "/v1/responses": {"input": past, "max_output_tokens": 20},
+        "/api/chat": {"model": "m", "messages": [past[0]], "options": {"num_predict": 20}, "stream": False},
+        "/v1/completions": {"prompt": "my secret plan", "max_tokens": 3, "echo": "both"},
+    }
+    load = partial(SpeculativeDecoder, str(folder), drafter="none", reproducible=False)
+    thoughts = []
+    with running_server(load, api_key_file=str(keys)) as server:
+        caplog.clear()
+        for address, body in bodies.items():
+            for key in ("sesame-open", "sesame-shut"):
+                reply = server.http.post(address, json=body, headers={"authorization": f"Bearer {key}"})
+                if address == ADDRESS and reply.status_code == 200:
+                    thoughts.append(reply.json()["choices"][0]["message"]["reasoning_content"])
+    assert len(thoughts) == 1 and len(thoughts[0]) > 3 and "anna" in caplog.text
+    secrets = ["secret plan", "hidden answer", "private thought", "sesame", str(tmp_path), *thoughts]
+    assert [secret for secret in secrets if secret in caplog.text] == []

@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 def loaded(template: str) -> SpeculativeDecoder:
     inner = tiny_models.byte_tokenizer(TEMPLATES[template])
     model = tiny_models.fresh("llama", vocab_size=len(inner), max_position_embeddings=4096, eos_token_id=1)
-    return SpeculativeDecoder(model, tokenizer=inner, drafter="none")
+    return SpeculativeDecoder(model, tokenizer=inner, drafter="none", reproducible=False)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,21 @@ def test_an_answer_is_cut_to_the_room_left_and_a_prompt_that_leaves_none_is_refu
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("window", [512, 4096])
+def test_the_refusal_of_a_long_prompt_names_the_option_that_takes_it(window: int) -> None:
+    messages = [
+        HI | {"content": "x" * 20 * window},
+        HI | {"content": "x" * (window + 30)},
+    ]  # the first is not tokenized
+    with running_server(lambda: loaded("plain"), max_model_len=window) as server:
+        for message in messages:
+            for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"):
+                body = {"model": "tiny", "messages": [message], "input": [message], "max_tokens": 9, "stream": False}
+                answer = server.http.post(path, json=body)
+                assert answer.status_code == 400
+                assert ("; the server's option --max-model-len allows up to 4096" in answer.text) == (window == 512)
+
+
 def test_only_allowed_tools_may_be_called(server: RunningServer) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("look", "hear")]
     choice: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools[1:]}}
@@ -142,7 +157,9 @@ def test_a_switch_of_the_template_follows_the_effort() -> None:
     template = "{% if enable_thinking %}think{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     inner = tiny_models.byte_tokenizer(template)
     model = tiny_models.fresh("llama", vocab_size=len(inner))
-    with running_server(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none")) as server:
+    with running_server(
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", reproducible=False)
+    ) as server:
 
         def length(**fields: Any) -> int:
             return int(asked(server, **fields).json()["usage"]["prompt_tokens"])
@@ -166,7 +183,7 @@ def test_a_model_of_a_folder_is_named_by_its_last_part(tmp_path: Any) -> None:
     model, inner = tiny_models.fresh("llama"), tiny_models.tokenizer()
     model.save_pretrained(folder)
     inner.save_pretrained(folder)
-    with running_server(lambda: SpeculativeDecoder(str(folder), drafter="none")) as server:
+    with running_server(lambda: SpeculativeDecoder(str(folder), drafter="none", reproducible=False)) as server:
         page = server.http.get("/v1/models").text + server.http.get("/metrics").text
         assert server.http.get("/v1/models").json()["data"][0]["id"] == "heron" and str(tmp_path) not in page
 

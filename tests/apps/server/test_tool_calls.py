@@ -49,7 +49,8 @@ def server() -> Iterator[RunningServer]:
     inner = tokenizer()
     model = tiny_models.fresh("llama", vocab_size=len(inner))
     with running_server(
-        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", acceptance="match"), strict=True
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", reproducible=False, acceptance="match"),
+        strict=True,
     ) as running:
         yield running
 
@@ -131,6 +132,7 @@ def test_calls_before_a_truncated_call_are_reported(cut: int) -> None:
         f'{{"name": "add", "arguments": {{"x": {"[" * 100_000}{"]" * 100_000}}}}}',
     ],
 )
+@pytest.mark.slow
 def test_a_call_that_no_client_could_read_stays_text(call: str) -> None:
     ours = HFTokenizer(tiny_models.tokenizer([*EXTRA, *"\\0589-.NSaTU"], TEMPLATE))
     assert ours.decode(ours.bare(call)) == call
@@ -188,7 +190,7 @@ def written(text: str, cuts: int, reason: str = "stop", **options: Any) -> tuple
     facts = ModelFacts("m", "f", True, lambda round: "none", True, ours)
 
     async def work() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        live = LiveRequest("/")
+        live = LiveRequest()
         live.jobs = [Job(live, 0, row)]
         writer, whole, chunks = ChatWriter(live, fields, facts), ChatWriter(live, fields, facts), []
         for at in range(0, len(ids), cuts):
@@ -367,7 +369,9 @@ def test_fields_that_the_template_reads_reach_it(caplog: pytest.LogCaptureFixtur
     inner = tiny_models.tokenizer(list("0123456789"), READING)
     model = tiny_models.fresh("llama", vocab_size=len(inner))
     with running_server(
-        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny", strict=True
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", reproducible=False),
+        served_model_name="tiny",
+        strict=True,
     ) as server:
 
         def prompt(**fields: Any) -> list[int]:

@@ -30,7 +30,7 @@ def main(head: str, steps: str) -> dict[str, Any]:
     layer = config.transformer_layer_config
     layer._attn_implementation = "eager"
     model: Any = SpeculatorModel.from_pretrained(head, config=config).eval()
-    model.embed_tokens.weight.fill_(torch.nan)  # taken from the verifier; uninitialised after loading
+    model.embed_tokens.weight.fill_(torch.nan)  # taken from the verifier; uninitialized after loading
     model.load_verifier_weights()
     held, files = model.state_dict(), load_file(Path(head) / "model.safetensors")
     verifier = config.speculators_config.verifier.name_or_path

@@ -26,7 +26,7 @@ from slipstream.models.cpu.kernel_libraries import (
     typed,
 )
 from slipstream.models.cpu.packed_linear import pack
-from slipstream.models.cpu.quantised_linear import quantised
+from slipstream.models.cpu.quantized_linear import quantized
 from slipstream.models.cpu.structs import (
     CacheStruct,
     FloatLayerStruct,
@@ -130,18 +130,18 @@ def test_layers_the_kernels_cannot_compute_keep_the_plain_operators() -> None:
 
 def test_operators_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledOps, "residual_mlp", lambda self, hidden, attended: torch.zeros_like(hidden))
-    backend = fast("llama", torch.bfloat16, head_dim=288)  # too large for whole layers
+    backend = fast("llama", torch.bfloat16, head_dim=608)  # too large for whole layers
     assert layers(backend) and all(type(layer.ops) is LayerOps for layer in layers(backend))
     monkeypatch.undo()
-    expected = logits(fast("llama", torch.bfloat16, fused=False, head_dim=288))
+    expected = logits(fast("llama", torch.bfloat16, fused=False, head_dim=608))
     assert (expected - logits(backend)).abs().max() <= 0.1 * expected.abs().max()
 
 
-def test_quantised_layers_are_compiled() -> None:
+def test_quantized_layers_are_compiled() -> None:
     model = fresh("llama", dtype=torch.bfloat16, head_dim=32, intermediate_size=64)
     backend = HFBackend(model)
-    fuse(model, lambda linear: quantised(linear, "int4"))
-    pack(model, partial(quantised, bits="int4"))
+    fuse(model, lambda linear: quantized(linear, "int4"))
+    pack(model, partial(quantized, bits="int4"))
     group_queries(backend)
     fuse_layers(backend)
     assert all(type(layer.ops) is CompiledOps for layer in layers(backend))
@@ -209,7 +209,7 @@ LENGTHS = {"long": 1600}  # cached positions; 256 otherwise
 
 @pytest.mark.pairwise
 @both_types
-@pytest.mark.parametrize("size", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("size", [32, 64, 96, 128, 256, 512])
 @pytest.mark.parametrize("window", [0, 7, 50, 700])
 @pytest.mark.parametrize("name", PLACES)
 def test_attention_equals_its_definition(name: str, window: int, size: int, dtype: torch.dtype) -> None:
@@ -381,14 +381,6 @@ def test_whole_layers_that_compute_something_else_are_not_used(broken: float, mo
     monkeypatch.setattr(CompiledOps, "whole_layer", lambda self, hidden, *rest: torch.full_like(hidden, broken))
     backend = fast("llama", torch.bfloat16, head_dim=64)
     assert layers(backend) and all(type(layer.ops) is LayerOps for layer in layers(backend))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_whole_layers_give_the_models_own_logits(name: str) -> None:
-    plain, backend = fast(name, torch.bfloat16, fused=False, head_dim=64), fast(name, torch.bfloat16, head_dim=64)
-    expected = logits(plain)
-    assert all(layer.ops.attends for layer in layers(backend))
-    assert (expected - logits(backend)).abs().max() <= 0.05 * expected.abs().max()
 
 
 def test_a_forward_past_the_reserved_memory_is_refused() -> None:

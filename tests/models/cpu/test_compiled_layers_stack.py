@@ -28,20 +28,6 @@ def stacked(name: str, **config: Any) -> HFBackend:
     return fast(name, torch.bfloat16, head_dim=64, **config)
 
 
-def one_by_one(backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> HFBackend:
-    monkeypatch.setattr(backend, "stack", None)
-    return backend
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_layers_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = stacked(name)
-    assert backend.stack is not None
-    stack_logits = logits(backend)
-    expected = logits(one_by_one(backend, monkeypatch))
-    assert (stack_logits - expected).abs().max() <= 0.02 * expected.abs().max()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_token_has_the_same_bits_in_every_forward(name: str) -> None:
     backend = stacked(name)
@@ -114,7 +100,7 @@ def test_a_model_that_changes_values_between_its_parts_keeps_its_own_forward(
 
 
 def test_layers_whose_attention_is_not_compiled_are_called_one_by_one() -> None:
-    backend = fast("llama", torch.bfloat16, head_dim=288)
+    backend = fast("llama", torch.bfloat16, head_dim=608)
     assert backend.stack is None and backend.ragged
 
 
@@ -131,7 +117,7 @@ def test_a_stack_is_compared_with_the_layers_it_is_made_of() -> None:
     backend = fast("llama", torch.bfloat16, fused=False, head_dim=64)
     own_logits = OwnLogits(backend)
     own_logits.passed.add("fused layers")
-    own_logits.logits = 2 * own_logits.logits
+    own_logits.logits = 2 * own_logits.logits[0], own_logits.logits[1]
     fuse_layers(backend, own_logits)
     assert backend.stack is not None
 

@@ -235,6 +235,7 @@ def outcomes(race_in_c: CompiledRace, cases: Iterator[Case]) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 def test_winners_that_are_known_from_the_scores_are_those_of_the_race() -> None:
     counts = outcomes(compiled(), random_cases())
     assert not counts["wrong"] and counts["right"] > 2 * counts["unknown"]
@@ -257,16 +258,22 @@ def test_winners_of_a_vocabulary_as_large_as_gemmas_are_known() -> None:
     assert not counts["wrong"] and counts["right"] > 2 * counts["unknown"]
 
 
+@pytest.mark.slow
 def test_winners_that_depend_on_rounding_are_left_to_the_race() -> None:
     assert outcomes(compiled(), near_ties()) == {"unknown": 600}
     counts = outcomes(compiled(), edges())
     assert not counts["wrong"] and counts["right"] and counts["unknown"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bound", "cases"),
-    [("#define ROUNDING 1e-4", near_ties), ("#define KEPT(tokens) (1e-4f+(tokens)*0x1.4p-27f)", edges)],
-    ids=["ties", "edges"],
+    [
+        pytest.param("#define ROUNDING 1e-4", near_ties, id="ties"),
+        pytest.param(
+            *("#define KEPT(tokens) (1e-4f+(tokens)*0x1.4p-27f)", edges), marks=pytest.mark.exhaustive, id="edges"
+        ),
+    ],
 )
 def test_without_a_margin_winners_are_wrong(bound: str, cases: type[Iterator[Case]], tmp_path: Path) -> None:
     compiled()

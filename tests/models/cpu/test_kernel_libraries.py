@@ -140,6 +140,16 @@ def test_a_library_that_others_may_have_written_is_compiled_again(
     assert answer(recipe) == 42 and not library.is_symlink() and library.stat().st_uid == os.geteuid()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds calls to functions of the same name elsewhere")
+def test_the_files_of_a_library_call_each_others_functions(tmp_path: Path) -> None:
+    """Also one that has the name of a function of the C library."""
+    files = tmp_path / "caller.c", tmp_path / "called.c"
+    files[0].write_text("int rand(void);\nint answer(void) { return rand(); }\n")
+    files[1].write_text("int rand(void) { return -42; }\n")
+    kernel_libraries.compile_library(["gcc"], Recipe("named", files, COMMON_FLAGS), tmp_path / "library.so")
+    assert ctypes.CDLL(str(tmp_path / "library.so")).answer() == -42
+
+
 def test_the_users_folder_is_made_private(recipe: Recipe, folders: tuple[Path, Path]) -> None:
     folders[0].mkdir()
     folders[0].chmod(0o777)

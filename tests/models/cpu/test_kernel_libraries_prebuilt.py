@@ -133,7 +133,7 @@ def test_detection_finds_what_linux_reports(tmp_path: Path) -> None:
     )
 
 
-def test_arm_processors_are_recognised() -> None:
+def test_arm_processors_are_recognized() -> None:
     assert isas_of(Processor("", frozenset(("asimd", "asimddp"))), None)[0] == "neon"
     with pytest.raises(NoKernelsError, match="ARM processor with dot products"):
         isas_of(Processor("", frozenset(("asimd", "fp"))), None)

@@ -15,7 +15,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.cpu.block_linear import BlockLinear
 from slipstream.models.cpu.kernel_libraries import block_kernels, kernels
 from slipstream.models.cpu.packed_linear import CompressedLinear, pack
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.quantized_linear import QuantizedLinear
 from slipstream.models.decoder.fused_layer import activated
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
@@ -102,7 +102,7 @@ def products(library: Any) -> Iterator[tuple[str, nn.Module, torch.dtype]]:
         linear = nn.Linear(inputs, outputs).bfloat16()
         linear.weight.data.normal_(generator=generator)
         yield "12 bits", CompressedLinear(linear, library), torch.bfloat16
-        yield "4 bits", QuantisedLinear(linear, "int4", library), torch.bfloat16
+        yield "4 bits", QuantizedLinear(linear, "int4", library), torch.bfloat16
     names = ("Q4_0", "Q8_0", "Q4_0")
     raws = [(BY_NAME[name], random_blocks(BY_NAME[name], 161 + 160 * i, 256, i)) for i, name in enumerate(names)]
     parts = [part_of(block, raw, 256, block_kernels()) for block, raw in raws]

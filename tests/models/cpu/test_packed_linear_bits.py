@@ -1,4 +1,4 @@
-"""Weights in 12 bits each: none is changed, and a token's bits do not depend on its neighbours."""
+"""Weights in 12 bits each: none is changed, and a token's bits do not depend on its neighbors."""
 
 import ctypes
 import sys

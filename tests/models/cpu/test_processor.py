@@ -22,6 +22,18 @@ def test_the_first_processor_is_read() -> None:
     assert "avx512" not in first.flags
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("AMD EPYC", "AMD EPYC (family 25, model 17)"),
+        ("AMD EPYC 9654 96-Core Processor", "AMD EPYC 9654 96-Core Processor"),
+        ("", ""),
+    ],
+)
+def test_a_virtual_machine_that_hides_the_model_is_told_by_its_numbers(name: str, shown: str) -> None:
+    assert parse(f"model name\t: {name}\ncpu family\t: 25\nmodel\t\t: 17\nflags\t\t: avx2\n").model_name == shown
+
+
 def test_without_a_readable_file_the_processor_is_unknown(tmp_path: Path) -> None:
     assert processor(tmp_path / "missing") == parse("") == Processor()
     (tmp_path / "odd").write_bytes(b"model name : \xff\n:::\n")

@@ -310,7 +310,7 @@ def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCap
     assert "not permitted during a capture" in caplog.text
 
 
-def test_models_that_cannot_be_captured_are_recognised_beforehand(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_cannot_be_captured_are_recognized_beforehand(caplog: pytest.LogCaptureFixture) -> None:
     model = fresh("llama")
     assert why_not_captured(model) is None
     model.quantization_method = "bitsandbytes"

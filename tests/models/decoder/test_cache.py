@@ -18,7 +18,7 @@ from slipstream.models.decoder import cache
 from slipstream.models.decoder.cache import ATTENDED_UNIT, FIRST_POSITIONS, SlotCache
 from slipstream.models.hf.backend import HFBackend
 from tests.support.graph_cases import Case
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.tiny_models import VOCAB, fast, fresh, prompts, ragged_logits, shared
 
 END = 3 * FIRST_POSITIONS
@@ -86,7 +86,13 @@ CASES = [
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("name", "is_fast", "dtype"), mostly_slow(CASES, CASES[0], CASES[3]))
+@pytest.mark.parametrize(
+    ("name", "is_fast", "dtype"),
+    [
+        *mostly_slow(CASES[::3], CASES[0], CASES[3]),
+        *mostly_exhaustive(case for case in CASES if case not in CASES[::3]),
+    ],
+)
 def test_growth_changes_no_logits(name: str, is_fast: bool, dtype: torch.dtype) -> None:
     """Rows at different positions, with the end of the held memory close to what they attend to, or far behind it."""
     if is_fast and kernels() is None:
@@ -137,6 +143,7 @@ def test_ragged_forwards_and_trees_grow_the_cache_for_their_padding_and_nodes() 
     assert backend.cache.held[1] >= FIRST_POSITIONS - 4 + 9
 
 
+@pytest.mark.slow
 def test_growing_copies_less_in_all_than_the_cache_holds_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
 
@@ -144,8 +151,8 @@ def test_growing_copies_less_in_all_than_the_cache_holds_in_the_end(monkeypatch:
         moved.append(cached.shape[0] * cached.shape[2])
         return enlarged(cached, *size)
 
-    enlarged = cache._enlarged
-    monkeypatch.setattr(cache, "_enlarged", counting)
+    enlarged = cache.enlarged
+    monkeypatch.setattr(cache, "enlarged", counting)
     backend = HFBackend(fresh("llama", max_position_embeddings=1 << 15, num_hidden_layers=1))
     backend.reserve(2, 1 << 14)
     for start in range(0, 1 << 14, 64):
@@ -164,7 +171,7 @@ def test_growth_that_finds_no_memory_loses_nothing(failing: int, monkeypatch: py
             raise torch.OutOfMemoryError("out of memory")
         return enlarge(cached, *size)
 
-    enlarge = cache._enlarged
+    enlarge = cache.enlarged
     text = torch.tensor(prompts([FIRST_POSITIONS + 9]))
     whole = HFBackend(shared("llama"))
     whole.reserve(1, 900)
@@ -172,7 +179,7 @@ def test_growth_that_finds_no_memory_loses_nothing(failing: int, monkeypatch: py
     backend = HFBackend(shared("llama"))
     backend.reserve(1, 900)
     backend.forward(text[:, :500], [0], first_slot=0, logits=False)
-    monkeypatch.setattr(cache, "_enlarged", enlarged)
+    monkeypatch.setattr(cache, "enlarged", enlarged)
     with pytest.raises(torch.OutOfMemoryError):
         backend.forward(text[:, 500:], [500], first_slot=0, logits=True)
     logits = backend.forward(text[:, 500:], [500], first_slot=0, logits=True)

@@ -217,7 +217,7 @@ def test_a_norm_equals_the_models_own(offset: float, dtype: torch.dtype, size: i
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8, eps=1e-3)])
 def test_norms_of_other_numbers_are_refused(norm: nn.Module) -> None:
     with pytest.raises(UnknownLayerError):
-        Norm(norm, NormPlan(1e-5, is_centred=True))
+        Norm(norm, NormPlan(1e-5, is_centered=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

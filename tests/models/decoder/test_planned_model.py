@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models import quantised_models
+from slipstream.models import quantized_models
 from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.decoder.attention import MaskBuilder
 from slipstream.models.decoder.families import plan_of
@@ -21,11 +21,11 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.gguf_architectures import settings_of
 from slipstream.models.weights.gguf_configuration import described
-from slipstream.models.weights.gguf_conversion import dequantised
+from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_architectures import CASES, architecture, write_case
 from tests.support.head_cases import write_head
-from tests.support.quantised_files import kl
+from tests.support.quantized_files import kl
 
 pytest.importorskip("gguf")
 has_kernels = pytest.mark.skipif(
@@ -35,9 +35,7 @@ NAMES = [name for name, case in CASES.items() if case.model_type in PLANNED and 
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_every_planned_type_is_among_the_cases() -> None:
@@ -48,7 +46,7 @@ def test_every_planned_type_is_among_the_cases() -> None:
 def test_plan_parameters_and_angles_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     write_case(tmp_path / "model.gguf", architecture(name), CASES[name])
     header = read_header(tmp_path / "model.gguf")
-    reference, planned = dequantised(header, described(header), torch.float32), planned_model(settings_of(header))
+    reference, planned = dequantized(header, described(header), torch.float32), planned_model(settings_of(header))
     assert planned is not None and planned.config.architectures == [type(reference).__name__]
     plan = plan_of(reference.config, MaskBuilder(reference).windows)
     assert planned.plan == plan.with_layers(angles_in_pairs=False)
@@ -84,7 +82,7 @@ def test_logits_have_the_bits_of_transformers_model_over_the_same_kernels(
     planned = load(file, LoadOptions())
     assert isinstance(planned.model, PlannedModel) and isinstance(planned.backend, HFBackend)
     layer_by_layer = planned.model(input_ids=IDS, logits_to_keep=3).logits
-    monkeypatch.setattr(quantised_models, "planned_model", lambda settings: None)
+    monkeypatch.setattr(quantized_models, "planned_model", lambda settings: None)
     reference = load(file, LoadOptions())
     assert isinstance(reference.backend, HFBackend) and not isinstance(reference.model, PlannedModel)
     assert (planned.backend.stack is None) == (reference.backend.stack is None)
@@ -97,6 +95,7 @@ def test_logits_have_the_bits_of_transformers_model_over_the_same_kernels(
     assert not torch.equal(pairs[0][0][:, 1:8], pairs[0][0][:, :7])
 
 
+@pytest.mark.slow
 @has_kernels
 def test_drafts_batches_trees_and_heads_keep_the_text(tmp_path: Path) -> None:
     case = CASES["llama"]

@@ -131,7 +131,7 @@ class Transcription:
 pytestmark = needs_transformers("5.24", "targets that declare whose keys their layers share")
 
 STEPS = 4
-FAVOURED = {7: 60.0, 9: 60.0}
+FAVORED = {7: 60.0, 9: 60.0}
 OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 5}}
 PROMPTS = prompts([3, 17, 9, 40, 5])
 KINDS: dict[str, dict[str, Any]] = {
@@ -204,10 +204,10 @@ def test_transformers_own_generator_drafts_the_same(kind: str) -> None:
 
 
 def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
-    """Whether the drafts of a batch are those of transformers. Two tokens are favoured, so that some are accepted."""
+    """Whether the drafts of a batch are those of transformers. Two tokens are favored, so that some are accepted."""
     texts, bias = prompts([3, 17, 9, 40, 5]), torch.zeros(decoder.target.backend.vocab_size)
-    bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
-    params = [SamplingParams(max_tokens=10 + 5 * i, ignore_eos=True, logit_bias=FAVOURED) for i in range(len(texts))]
+    bias[list(FAVORED)] = torch.tensor(list(FAVORED.values()))
+    params = [SamplingParams(max_tokens=10 + 5 * i, ignore_eos=True, logit_bias=FAVORED) for i in range(len(texts))]
     results, agreements = decoder.generate(texts, params), list[bool]()
     for prompt, result in zip(texts, results, strict=True):
         text = [*prompt, *result.token_ids]
@@ -254,7 +254,7 @@ def test_a_draft_takes_one_forward_for_each_token_whatever_rows_have_accepted(mo
 
     decoder = decoder_of(written("large"))
     monkeypatch.setattr(AssistantBackend, "_step", counted)
-    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVOURED)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVORED)
     results = decoder.generate(prompts([3, 17, 9]), params)
     longest = Counter[int]()
     for round in (round for result in results for round in result.rounds):
@@ -293,7 +293,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
         pytest.param({"fast": "auto", "quantize": "int8"}, marks=pytest.mark.exhaustive, id="int8"),
     ],
 )
-def test_packed_and_quantised_targets_keep_the_texts_of_plain_decoding(
+def test_packed_and_quantized_targets_keep_the_texts_of_plain_decoding(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     decoder = decoder_of(write_pair(tmp_path, ordered=True, dtype=torch.bfloat16), **settings)
@@ -317,7 +317,7 @@ def test_trees_of_an_assistants_drafts_change_no_text() -> None:
 def test_an_assistant_reads_the_keys_and_values_that_a_target_keeps_in_float16() -> None:
     decoder = decoder_of(written("large"), reproducible=False)
     decoder.target.backend.cache.store_as(torch.float16)
-    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVOURED)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVORED)
     results, plain = (each.generate(PROMPTS, params) for each in (decoder, decoder.using("none")))
     assert sum(result.stats.num_accepted_tokens for result in results) > 5
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
@@ -344,7 +344,7 @@ def test_loaded_models_draft_as_their_files_do() -> None:
         SpeculativeDecoder(target, assistant.to(torch.bfloat16), drafter="model")
 
 
-def test_assistants_are_recognised_by_their_configuration() -> None:
+def test_assistants_are_recognized_by_their_configuration() -> None:
     kind = trained_kind(str(written("large").assistant))
     assert kind == "assistant" and ENGINE_NAMES[kind] == ("mtp", "FROZEN_KV_MTP", "draft-mtp")
 

@@ -22,7 +22,7 @@ from tests.support.markers import mostly_slow
 from tests.support.tiny_models import VOCAB, fresh, prompts, tokenizer
 
 STEPS = BLOCK - 1
-FAVOURED = {7: 60.0, 9: 60.0}
+FAVORED = {7: 60.0, 9: 60.0}
 
 
 @cache
@@ -55,10 +55,10 @@ def test_a_wrong_transcription_is_noticed(tmp_path: Path, wrong: dict[str, Any])
 
 
 def drafts_agree(decoder: SpeculativeDecoder, head: DFlash) -> bool:
-    """Whether the drafts of a batch are those of the transcription. Two tokens are favoured, to accept some."""
+    """Whether the drafts of a batch are those of the transcription. Two tokens are favored, to accept some."""
     texts, bias = prompts([3, 17, 9]), torch.zeros(VOCAB)
-    bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
-    results = decoder.generate(texts, SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=FAVOURED))
+    bias[list(FAVORED)] = torch.tensor(list(FAVORED.values()))
+    results = decoder.generate(texts, SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=FAVORED))
     drafts = []
     for prompt, result in zip(texts, results, strict=True):
         text = [*prompt, *result.token_ids]

@@ -1,4 +1,4 @@
-"""Heads as each trainer writes them are recognised and read alike; others are refused by name.
+"""Heads as each trainer writes them are recognized and read alike; others are refused by name.
 
 The layouts are those of SafeAILab/EAGLE, SpecForge, ModelOpt, AngelSlim, vLLM, SGLang, DeepSpec and z-lab/dflash.
 """
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream import SlipstreamError, SpeculativeDecoder
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.quantized_linear import QuantizedLinear
 from slipstream.models.heads import head_tensors as reader
 from slipstream.models.heads.head_files import head_files, trained_kind
 from slipstream.models.loaded import LoadOptions
@@ -321,7 +321,7 @@ def test_a_head_without_an_output_layer_uses_the_targets(tmp_path: Path, is_rest
 
 
 @pytest.mark.parametrize(
-    ("draft_dtype", "dtype", "is_quantised"),
+    ("draft_dtype", "dtype", "is_quantized"),
     [
         ("auto", torch.bfloat16, True),
         ("bfloat16", torch.bfloat16, False),
@@ -330,7 +330,7 @@ def test_a_head_without_an_output_layer_uses_the_targets(tmp_path: Path, is_rest
     ],
 )
 def test_the_user_chooses_the_precision_of_a_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft_dtype: str, dtype: torch.dtype, is_quantised: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft_dtype: str, dtype: torch.dtype, is_quantized: bool
 ) -> None:
     monkeypatch.setattr(reader, "SMALLEST", 1)
 
@@ -342,7 +342,7 @@ def test_the_user_chooses_the_precision_of_a_head(
         fresh("llama", num_hidden_layers=5), str(folder), tokenizer=tokenizer(), draft_dtype=draft_dtype, **options
     )
     network = decoder.draft.backend.network
-    assert network.dtype == dtype and isinstance(network.weights.fc, QuantisedLinear) == is_quantised
+    assert network.dtype == dtype and isinstance(network.weights.fc, QuantizedLinear) == is_quantized
     assert decoder.generate(prompts([9])[0], max_tokens=4, ignore_eos=True).stats.num_draft_tokens
     if draft_dtype == "int8":
         assert network.weights.fc.part.block.name.startswith("Q8")

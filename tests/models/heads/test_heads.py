@@ -98,14 +98,14 @@ def test_a_wrong_transcription_is_noticed(tmp_path: Path, wrong: Callable[[Writt
 
 @pytest.mark.slow
 def test_rows_from_the_heads_own_outputs_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens are favoured, so that drafts are accepted. Negative control: if rows are kept, drafts differ."""
-    favoured = dict.fromkeys((7, 9, 21), 30.0)
+    """Three tokens are favored, so that drafts are accepted. Negative control: if rows are kept, drafts differ."""
+    favored = dict.fromkeys((7, 9, 21), 30.0)
 
     def differing() -> int:
         count = 0
         for seed in range(4):
-            head = write_head(tmp_path / str(seed), target(), seed=seed, tokens=sorted(favoured))
-            pairs = drafts(head, prompts([17])[0], logit_bias=favoured)
+            head = write_head(tmp_path / str(seed), target(), seed=seed, tokens=sorted(favored))
+            pairs = drafts(head, prompts([17])[0], logit_bias=favored)
             count += sum(draft != transcribed(head, target(), text, len(draft)) for text, draft in pairs)
         return count
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.session import Session
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.quantized_linear import QuantizedLinear
 from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.weights.mtp_tensors import mtp_layers, of_another_form
 from tests.support.markers import mostly_slow, needs_transformers
@@ -109,11 +109,11 @@ def test_a_wrong_transcription_is_noticed(kind: str, wrong: dict[str, Any]) -> N
 def test_rows_from_the_layers_own_outputs_are_computed_again(
     kind: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three tokens are favoured, so that drafts are accepted. Negative control: if rows are kept, drafts differ."""
-    favoured = dict.fromkeys((7, 9, 21), 30.0)
+    """Three tokens are favored, so that drafts are accepted. Negative control: if rows are kept, drafts differ."""
+    favored = dict.fromkeys((7, 9, 21), 30.0)
 
     def largest() -> float:
-        all_drafts = drafts(decoder_of(written(kind, count)), prompts([17])[0], logit_bias=favoured)
+        all_drafts = drafts(decoder_of(written(kind, count)), prompts([17])[0], logit_bias=favored)
         assert any(
             len(later.text) - len(earlier.text) > 1 for earlier, later in pairwise(all_drafts)
         )  # some draft was accepted
@@ -220,7 +220,7 @@ FAST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", FAST.values(), ids=FAST)
-def test_fast_and_quantised_targets_keep_the_texts_of_plain_decoding(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_fast_and_quantized_targets_keep_the_texts_of_plain_decoding(tmp_path: Path, settings: dict[str, Any]) -> None:
     """With heads of 64 numbers and whole groups of inputs, which the kernels need."""
     target = write_copying_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64, intermediate_size=64)
     decoder = decoder_of(target, **settings)
@@ -331,7 +331,7 @@ def test_targets_and_settings_that_mtp_layers_cannot_serve_are_refused() -> None
 def test_the_user_chooses_the_bits_of_mtp_layers() -> None:
     for draft_dtype, expected in (("int8", True), ("auto", False)):
         decoder = SpeculativeDecoder(str(written("glm4_moe").folder), "mtp", drafter="model", draft_dtype=draft_dtype)
-        assert isinstance(decoder.draft.backend.layers[0].project, QuantisedLinear) == expected
+        assert isinstance(decoder.draft.backend.layers[0].project, QuantizedLinear) == expected
 
 
 def test_mtp_layers_are_found_by_name_in_multimodal_checkpoints_too() -> None:

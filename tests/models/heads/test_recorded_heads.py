@@ -32,7 +32,7 @@ RECORDED = Path(__file__).parent / "recorded"
 TARGET = str(RECORDED / "target")
 HEADS = sorted(path.parent.name for path in RECORDED.glob("*/steps.safetensors"))
 CHAINED = [name for name in HEADS if name.startswith(("dspark", "dflash2"))]
-FAVOURED = {7: 60.0, 9: 60.0}
+FAVORED = {7: 60.0, 9: 60.0}
 OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 5}}
 
 
@@ -198,7 +198,7 @@ def test_a_heads_confidence_decides_how_far_it_drafts(tmp_path: Path, bias: floa
         (None, "Qwen/Qwen3-8B", False),
     ],
 )
-def test_a_head_trained_for_another_model_is_recognised_by_names(
+def test_a_head_trained_for_another_model_is_recognized_by_names(
     verifier: str | None, target: str, is_another: bool
 ) -> None:
     files = HeadFiles("head", "", {"speculators_config": {"verifier": {"name_or_path": verifier}}})
@@ -269,10 +269,10 @@ def test_heads_of_another_dtype_than_the_target_draft(tmp_path: Path, name: str)
     "name", mostly_slow([*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"], "dspark", "eagle3")
 )
 def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
-    """Two tokens are favoured, so that some drafts are accepted."""
+    """Two tokens are favored, so that some drafts are accepted."""
     texts, bias, pair = prompts([3, 17, 9]), torch.zeros(61), pair_of(TARGET, RECORDED / name)
-    bias[list(FAVOURED)] = torch.tensor(list(FAVOURED.values()))
-    params = SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=FAVOURED)
+    bias[list(FAVORED)] = torch.tensor(list(FAVORED.values()))
+    params = SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=FAVORED)
     count = 0
     for prompt, result in zip(texts, decoder_of(name).generate(texts, params), strict=True):
         text = [*prompt, *result.token_ids]

@@ -33,6 +33,9 @@ class StoredTensors:
         raw = self.tensors[parameter].contiguous().view(torch.uint8).numpy()
         return BlockPart(number_format(torch.float32, shape[1]), shape, lambda a, b: raw[a:b], library)
 
+    def parts(self, parameter: str, shape: tuple[int, int], library: Any) -> list[BlockPart]:
+        return [self.part(parameter, shape, library)]
+
     table = part
 
 

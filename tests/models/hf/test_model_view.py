@@ -20,9 +20,9 @@ import slipstream
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.cpu.packed_linear import PackedLinear
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.quantized_linear import QuantizedLinear
 from slipstream.models.hf.model_view import ModelView, unwrapped
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.tiny_models import fresh, reference, tokenizer
 
 PROMPT, COUNT = [5, 9, 11, 5, 9, 11, 5], 12
@@ -61,7 +61,7 @@ def load_other(model: Any) -> None:
     model.load_state_dict(other)
 
 
-def optimiser_step(model: Any) -> None:
+def optimizer_step(model: Any) -> None:
     ids = torch.tensor([PROMPT])
     model(ids, labels=ids).loss.backward()
     torch.optim.SGD(model.parameters(), lr=20.0).step()
@@ -113,7 +113,7 @@ def cast(model: Any) -> None:
 
 CHANGES: tuple[Callable[[Any], None], ...] = (
     load_other,
-    optimiser_step,
+    optimizer_step,
     edit_data,
     edit_row,
     edit_norm,
@@ -165,7 +165,7 @@ def test_packed_copies_of_weights_follow_the_change(change: Callable[[Any], None
     assert decoder.generate(PROMPT, PARAMS).token_ids == expected
 
 
-@pytest.mark.parametrize("change", mostly_slow([load_other, optimiser_step, edit_data], edit_data))
+@pytest.mark.parametrize("change", mostly_slow([load_other, optimizer_step, edit_data], edit_data))
 def test_recurrent_layers_follow_the_change(change: Callable[[Any], None]) -> None:
     model = recurrent()
     decoder = decoder_of(model)
@@ -174,6 +174,7 @@ def test_recurrent_layers_follow_the_change(change: Callable[[Any], None]) -> No
     assert decoder.generate(PROMPT, PARAMS).token_ids == drop_in_text(model) == expected
 
 
+@pytest.mark.parametrize("change", mostly_exhaustive(CHANGES, edit_data, add_hook, resize))
 @pytest.mark.slow
 def test_custom_generate_follows_the_change(change: Callable[[Any], None]) -> None:
     model = fresh("llama")
@@ -250,7 +251,7 @@ def test_a_model_is_saved_copied_and_cast_as_before(options: dict[str, Any], tmp
     target, draft = fresh("llama"), fresh("llama", hidden_size=64, intermediate_size=128)
     sizes, texts = [(m.num_parameters(), len(m.state_dict())) for m in (target, draft)], []
     decoder = decoder_of(target, draft, drafter="model", **options)
-    packed_types = {type(module) for module in decoder.draft.backend.model.modules()} & {PackedLinear, QuantisedLinear}
+    packed_types = {type(module) for module in decoder.draft.backend.model.modules()} & {PackedLinear, QuantizedLinear}
     assert bool(packed_types) == bool(options)
     texts.append(decoder.generate(PROMPT, PARAMS).token_ids)
     for number, model in enumerate((target, draft)):

@@ -23,11 +23,11 @@ from slipstream.models.loaded import LoadOptions
 from slipstream.models.pretrained import wrap_model
 from tests.support.architecture_checks import PROMPTS, QUEUE, Checks, PartlyWrongDrafter, greedy
 from tests.support.architectures import tiny_model
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.queued_texts import GREEDY, QueuedTexts
 from tests.support.tiny_models import fresh, reference
 
-HYBRIDS = ("olmo_hybrid", "kimi_linear", "rwkv", "xlstm", "jamba", "nemotron_h", "zamba2")
+HYBRIDS = ("olmo_hybrid", "rwkv", "xlstm", "zamba2", "kimi_linear", "jamba", "nemotron_h")
 StateAt = Callable[[OwnCaches, int, int], State | None]
 
 
@@ -40,7 +40,7 @@ TEXTS = QueuedTexts(decoder_of)
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
-@pytest.mark.parametrize("model_type", mostly_slow(HYBRIDS, "olmo_hybrid"))
+@pytest.mark.parametrize("model_type", [*mostly_slow(HYBRIDS[:4], "olmo_hybrid"), *mostly_exhaustive(HYBRIDS[4:])])
 def test_drafts_change_no_text(model_type: str, right: int | None) -> None:
     decoder = decoder_of(model_type)
     assert isinstance(decoder.target.backend, OwnCacheBackend)

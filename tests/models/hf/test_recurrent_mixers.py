@@ -17,11 +17,14 @@ from slipstream.models.decoder.recurrence import RecurrentStates, Segment
 from slipstream.models.hf.backend import HFBackend
 from tests.support.architecture_checks import PROMPTS, PartlyWrongDrafter
 from tests.support.architectures import tiny_model
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.queued_texts import GREEDY, QueuedTexts
 
-HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2", "falcon_h1", "mamba2", "bamba", "granitemoehybrid")
 HALF = "in bfloat16, with kernels"
+NAMES = [
+    *mostly_slow(["qwen3_5_text", "qwen3_next", "falcon_h1", "mamba2", HALF], "qwen3_5_text"),
+    *mostly_exhaustive(["lfm2", "bamba", "granitemoehybrid"]),
+]
 
 
 def half_precision_model() -> Any:
@@ -53,7 +56,7 @@ def half_precision_model() -> Any:
 
 
 def lasting_model(name: str) -> Any:
-    """A model whose states remember many tokens; as initialised, they forget each token at the next."""
+    """A model whose states remember many tokens; as initialized, they forget each token at the next."""
     model = half_precision_model() if name == HALF else tiny_model(name)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -75,7 +78,7 @@ TEXTS = QueuedTexts(decoder_of)
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
-@pytest.mark.parametrize("name", mostly_slow([*HYBRIDS, HALF], "qwen3_5_text"))
+@pytest.mark.parametrize("name", NAMES)
 def test_drafts_change_no_text(name: str, right: int | None) -> None:
     decoder = decoder_of(name)
     backend = decoder.target.backend
@@ -83,7 +86,7 @@ def test_drafts_change_no_text(name: str, right: int | None) -> None:
     assert TEXTS.drafted(name, right, decoder) == TEXTS.expected(name)
 
 
-@pytest.mark.parametrize("name", mostly_slow([*HYBRIDS, HALF], "qwen3_5_text"))
+@pytest.mark.parametrize("name", NAMES)
 def test_the_text_is_the_models_own(name: str) -> None:
     """Up to ties, since in half precision the model's own code rounds elsewhere."""
     decoder = decoder_of(name)

@@ -65,6 +65,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Any, list[list[int]], list[lis
     return model, texts, [reference(untouched, prompt, COUNT) for prompt in texts]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("drafter", mostly_slow(["none", "ngram", "model", "right", "wrong"], "none", "wrong"))
 def test_texts_are_those_of_generate_together_and_alone(drafter: str, case: Any) -> None:
     model, texts, expected = case
@@ -123,7 +124,7 @@ def test_rotating_by_the_longest_text_of_a_batch_changes_short_texts(
     """Negative control: rotated by the largest position of a call, a short text beside a long one changes."""
     model, texts, expected = case
     decoder = SpeculativeDecoder(model, drafter="none", reproducible=False)
-    monkeypatch.setattr("slipstream.models.hf.backend.HFBackend._is_long", lambda *_: None)
+    monkeypatch.setattr("slipstream.models.hf.backend.HFBackend._slots", lambda *_: None)
     assert [result.token_ids for result in decoder.generate(texts[:3], PARAMS)] != expected[:3]
 
 

@@ -27,7 +27,7 @@ from slipstream.models.cpu.kernel_libraries import block_kernels, kernels
 from slipstream.models.cpu.structs import FORMATS
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.quantised_models import load_in_blocks
+from slipstream.models.quantized_models import load_in_blocks
 from slipstream.models.weights.gguf_architectures import settings_of
 from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.gguf_tensors import PackedAhead, check_kind, check_single
@@ -62,8 +62,8 @@ def files(kind: str, folder: Path) -> Iterator[Path]:
 def refusal(file: Path, is_whole: bool) -> str | None:
     """The line that refuses a file; None if it runs. Any other exception is a fault."""
     try:
-        quantised = None if is_whole else load_in_blocks(str(file), LoadOptions())
-        model = load(str(file), LoadOptions()).model if quantised is None else quantised.model
+        quantized = None if is_whole else load_in_blocks(str(file), LoadOptions())
+        model = load(str(file), LoadOptions()).model if quantized is None else quantized.model
         with torch.inference_mode():
             logits = model(input_ids=IDS, use_cache=False).logits
         assert logits.shape[:2] == IDS.shape

@@ -50,6 +50,7 @@ def merged(folders: Path, dtype: torch.dtype) -> Any:
     return peft.PeftModel.from_pretrained(base, folders / "lora").merge_and_unload().eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     mostly_slow(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.backend_capabilities import Releasing
 from slipstream.models.cpu.huge_pages import ALIGNED, CHUNK, HugePages
@@ -22,6 +24,7 @@ def test_parts_of_memory_are_aligned_zeroed_and_do_not_overlap() -> None:
     assert len(shared) == 4  # small parts share a chunk, and the rest of a chunk is not mapped again
 
 
+@pytest.mark.slow
 def test_a_new_decoder_holds_no_cache_and_a_released_one_generates_the_same_text() -> None:
     decoder = SpeculativeDecoder(fresh("llama"), tokenizer=tokenizer(), drafter="none")
     backend = decoder.target.backend

@@ -155,6 +155,7 @@ def test_waiting_for_another_process_is_announced(
     assert messages[0] == "waiting for another process, which is downloading smollm2 ..."
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_continues_where_it_stopped(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(Index(stop_after=[100, 200])) as index:
         monkeypatch.setenv("UV_INDEX_URL", index.url)
@@ -207,6 +208,7 @@ def test_without_a_network_the_refusal_says_what_to_do(cache: Path, monkeypatch:
     assert (embedded_model() / "model").read_bytes() == GGUF
 
 
+@pytest.mark.slow
 def test_the_next_index_is_tried_and_a_password_goes_to_its_own_host_only(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

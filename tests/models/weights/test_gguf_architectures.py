@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -12,19 +13,21 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.models import quantised_models
+from slipstream.models import quantized_models
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.processor import NEEDED, processor
+from slipstream.models.decoder.planned_model import PLANNED
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.gguf_architectures import settings_of
 from slipstream.models.weights.gguf_configuration import described
-from slipstream.models.weights.gguf_conversion import dequantised
+from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, RowReader
 from tests.support.gguf_architectures import CASES, architecture, is_shifted, write_case
-from tests.support.quantised_files import kl
+from tests.support.markers import mostly_slow
+from tests.support.quantized_files import kl
 
 gguf = pytest.importorskip("gguf")
 has_kernels = pytest.mark.skipif(
@@ -50,12 +53,14 @@ OTHER = (
         "mamba_chunk_size",
     ),
 )
+LATENT = CASES["deepseek2"]
+NARROW = replace(LATENT, settings=LATENT.settings | {"qk_nope_head_dim": 24, "v_head_dim": 40})  # not for kernels
+# tests of decoder/ read files of mixtures and of hybrids in blocks
+DENSE = [name for name, case in CASES.items() if case.in_blocks and case.model_type in PLANNED]
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def compared(config: Any) -> dict[str, Any]:
@@ -72,7 +77,7 @@ def test_a_file_gives_the_configuration_parameters_and_logits_it_was_written_fro
     case, file = CASES[name], tmp_path / "model.gguf"
     model = write_case(file, architecture(name), case)
     header = read_header(file)
-    loaded = dequantised(header, described(header), torch.float32).eval()
+    loaded = dequantized(header, described(header), torch.float32).eval()
     wanted, found = compared(model.config), compared(loaded.config)
     assert {field: found.get(field) for field in wanted} == wanted
     expected, parameters = model.state_dict(), loaded.state_dict()
@@ -86,12 +91,12 @@ def test_a_file_gives_the_configuration_parameters_and_logits_it_was_written_fro
 
 
 @has_kernels
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.in_blocks])
-def test_a_quantised_file_is_computed_in_its_blocks(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", mostly_slow(DENSE, "llama", "gemma3"))
+def test_a_quantized_file_is_computed_in_its_blocks(name: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_case(file, architecture(name), CASES[name], "Q8_0")
     header = read_header(file)
-    reference = dequantised(header, described(header), torch.float32).eval()
+    reference = dequantized(header, described(header), torch.float32).eval()
     loaded = load(str(file), LoadOptions(activations="int15"))
     assert block_linears(loaded.model)
     loaded.backend.reserve(1, 256)
@@ -105,7 +110,7 @@ def test_columns_in_another_order_take_their_inputs_in_that_order(tmp_path: Path
     tensors, name = GGUFTensors(read_header(tmp_path / "model.gguf")), "model.layers.0.linear_attn.out_proj.weight"
     part = tensors.part(name, (64, 96), block_kernels())
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
-    expected = x @ tensors.unpacked(name, (64, 96), torch.float32).T
+    expected = x @ tensors.values(name, (64, 96)).T
     found = BlockLinear([part], None, "int15")(x)
     assert torch.allclose(found, expected, atol=1e-3)
     part.inputs_from = None
@@ -140,12 +145,12 @@ def test_a_scale_of_a_whole_matrix_multiplies_all_its_numbers(name: str, tmp_pat
     write_scaled(file, name, scales)
     write_scaled(plain, name, {})
     header, unscaled = read_header(file), GGUFTensors(read_header(plain))
-    reference = dequantised(header, described(header), torch.float32).eval()
+    reference = dequantized(header, described(header), torch.float32).eval()
     place = 1 if name == "qwen3moe" else 0
     weight = "model.layers.1." + ("mlp.experts.down_proj", "mlp.down_proj.weight")[1 - place]
     shape = tuple(reference.state_dict()[weight].shape)
     scale = scales["blk.1.ffn_down_exps.scale" if place else "blk.1.ffn_down.scale"]
-    expected = unscaled.unpacked(weight, shape, torch.float32) * scale.view(-1, *[1] * (len(shape) - 1))
+    expected = unscaled.values(weight, shape) * scale.view(-1, *[1] * (len(shape) - 1))
     assert torch.equal(reference.state_dict()[weight], expected) and not bool((scale == 1).any())
     loaded = load(str(file), LoadOptions(activations="int15"))
     assert block_linears(loaded.model)
@@ -178,8 +183,8 @@ def test_scales_that_do_not_fit_are_refused(name: str, scale: torch.Tensor, mess
 
 @has_kernels
 def test_a_file_that_must_be_unpacked_is_not_packed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_case(tmp_path / "model.gguf", "deepseek2", CASES["deepseek2"])
-    monkeypatch.setattr(quantised_models, "PackedAhead", lambda *arguments: pytest.fail("packed"))
+    write_case(tmp_path / "model.gguf", "deepseek2", NARROW)
+    monkeypatch.setattr(quantized_models, "PackedAhead", lambda *arguments: pytest.fail("packed"))
     assert not block_linears(load(str(tmp_path / "model.gguf"), LoadOptions()).model)
 
 
@@ -212,7 +217,7 @@ def test_the_rows_of_an_expert_are_those_of_its_matrix(name: str, tmp_path: Path
 def test_unpacked_numbers_are_those_of_the_gguf_package(kind: str, tmp_path: Path) -> None:
     write_case(tmp_path / "model.gguf", "qwen3moe", CASES["qwen3moe"], kind)
     header = read_header(tmp_path / "model.gguf")
-    loaded = dequantised(header, described(header), torch.float32)
+    loaded = dequantized(header, described(header), torch.float32)
     reader = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
 
     def numbers(name: str) -> torch.Tensor:
@@ -247,16 +252,41 @@ def refusal(file: Path) -> str:
         ("llama", {"attention.some_gain": 2.0}, "metadata have llama.attention.some_gain, which is not read yet"),
         ("llama", {"attention.value_length": 16}, "llama.attention.value_length is 16; allowed: 32"),
         ("llama", {"rope.dimension_count": 16}, "llama.rope.dimension_count is 16; allowed: 32"),
+        ("qwen2", {"rope.freq_base": 0.0}, "qwen2.rope.freq_base is 0.0; allowed: a number above 1"),
+        ("gemma4-experts", {"rope.freq_base_swa": 0.0}, "gemma4.rope.freq_base_swa is 0.0; allowed: a number above 1"),
         ("llama", {"attention.causal": False}, "llama.attention.causal is False; allowed: True"),
         ("llama", {"skip": ("blk.1.ffn_up.weight",)}, "has no tensor 'blk.1.ffn_up.weight' for the model's"),
         ("qwen3", {"expert_count": 8}, "qwen3.expert_count is 8; allowed: 0"),
         ("qwen3moe", {"skip": ("blk.1.ffn_up_exps.weight",)}, "has no tensor 'blk.1.ffn_up_exps.weight'"),
         ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func is 2; allowed: 1"),
         ("glm4moe", {"expert_group_count": 8, "expert_group_used_count": 4}, "expert_group_count is 8; allowed: 0, 1"),
+        (
+            "olmo2-olmo3",
+            {"rope.scaling.attn_factor": 1.3},
+            r"'attn_factor': 1.29.*; allowed: types none, linear and yarn",
+        ),
         ("gemma2", {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, "by linear; allowed: no scaling"),
         ("deepseek2", {"skip": ("expert_gating_func",)}, "metadata have no deepseek2.expert_gating_func"),
-        ("deepseek2", {"expert_gating_func": 1}, "expert_gating_func is 1; allowed: 2, the sigmoid"),
+        ("deepseek2", {"expert_gating_func": 3}, "expert_gating_func is 3; allowed: 1, the softmax, or 2, the sigmoid"),
+        ("deepseek2", {"expert_gating_func": 1}, "expert_weights_norm is True; allowed: False"),
+        ("deepseek2-joint", {"expert_gating_func": 2}, "has no tensor 'blk.1.exp_probs_b.bias'"),
+        ("deepseek2-joint", {"attention.head_count_kv": 1}, "head_count_kv is 1; allowed: 4"),
+        ("deepseek2", {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, "by linear; allowed: yarn"),
         ("gemma4-experts", {"expert_count": 0}, "gemma4.expert_count is 0; allowed: the number of the experts"),
+        (
+            "gemma4-small",
+            {"attention.shared_kv_layers": 7},
+            "shared_kv_layers is 7; allowed: a number that leaves a layer",
+        ),
+        ("gemma4-small", {"attention.shared_kv_layers": 12}, "shared_kv_layers is 12; allowed"),
+        ("gemma4-small", {"attention.shared_kv_layers": 5}, "has no tensor 'blk.6.attn_"),
+        (
+            "gemma4-small",
+            {"embedding_length_per_layer_input": 0},
+            "tensors of the file are not used, first blk.0.inp_gate",
+        ),
+        ("gemma4-small", {"skip": ("embedding_length_per_layer_input",)}, "no gemma4.embedding_length_per_layer_input"),
+        ("gemma4-small", {"skip": ("blk.3.inp_gate.weight",)}, "has no tensor 'blk.3.inp_gate.weight'"),
         ("lfm2", {"attention.head_count_kv": [0, 2, 4]}, "allowed: 0 for convolutions"),
         ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned is False; allowed: True"),
     ],
@@ -266,6 +296,14 @@ def test_files_that_would_mean_another_model_are_refused(
 ) -> None:
     write_case(tmp_path / "model.gguf", architecture(name), CASES[name], **change)
     assert re.search(message, refusal(tmp_path / "model.gguf"))
+
+
+def test_sizes_that_the_tensors_do_not_have_are_refused_whatever_tensor_is_read_first(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_case(file, architecture("gemma4-small"), CASES["gemma4-small"], embedding_length_per_layer_input=16)
+    for options in (LoadOptions(), LoadOptions("float32"), LoadOptions("bfloat16")):
+        with pytest.raises(SlipstreamError, match=r"tensor '.*' is \[32.*\]; allowed: \[16.*\], by the file's own"):
+            load(str(file), options)
 
 
 def test_an_architecture_that_nothing_reads_is_refused_by_name(tmp_path: Path) -> None:
@@ -291,7 +329,7 @@ def test_a_missing_value_is_the_one_that_llama_cpp_takes(tmp_path: Path) -> None
 def test_a_file_that_does_not_fit_into_memory_unpacked_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_case(tmp_path / "model.gguf", "gemma4", CASES["gemma4-experts"], "Q8_0")
+    write_case(tmp_path / "model.gguf", "deepseek2", NARROW, "F32")
     monkeypatch.setattr("slipstream.models.weights.gguf_conversion.memory_bytes", lambda: 100_000)
     with pytest.raises(SlipstreamError, match=r"unpacked to bfloat16 it takes 0\.0 GB of memory.*; allowed: 0\.0 GB"):
         load(str(tmp_path / "model.gguf"), LoadOptions())
@@ -306,6 +344,13 @@ def test_a_file_that_is_unpacked_is_loaded(name: str, tmp_path: Path) -> None:
     backend.reserve(1, 64)
     found, expected = backend.forward(IDS, [0], first_slot=0, logits=True), logits(model)
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_usual_factor_of_yarn_may_stand_in_a_file(tmp_path: Path) -> None:
+    file, factor = tmp_path / "model.gguf", 0.1 * math.log(4) + 1
+    rope = {"skip": ("rope.scaling.yarn_attn_factor",), "rope.scaling.attn_factor": factor}
+    write_case(file, "olmo2", CASES["olmo2-olmo3"], **rope)
+    assert "attention_factor" not in settings_of(read_header(file))["rope_parameters"]["full_attention"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models import quantised_models
+from slipstream.models import quantized_models
 from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.weights.default_model import embedded_model
 
@@ -29,7 +29,7 @@ PROMPTS = ["List the days of the week, twice.", "Why is the sky blue?"]
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's weights, quantised by the gguf package."""
+    """The model's weights, quantized by the gguf package."""
     from safetensors.torch import load_file
 
     path = tmp_path_factory.mktemp("smollm2") / "smollm2-mixed.gguf"
@@ -63,7 +63,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_texts_are_the_same_with_drafts_and_in_batches(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With forwards of any shape."""
-    monkeypatch.setattr(quantised_models, "described", lambda header: embedded_model())
+    monkeypatch.setattr(quantized_models, "described", lambda header: embedded_model())
     decoder = SpeculativeDecoder(str(file), reproducible=False, max_batch_size=2)
     assert decoder.target.arithmetic == "Q4_0+Q4_1+Q5_0+Q5_1+Q8_0 blocks, int8 activations"
     params, all_texts = SamplingParams(max_tokens=24), dict[Any, list[list[int]]]()

@@ -68,6 +68,7 @@ def spelled(tokenizer: HFTokenizer, ids: Iterable[int]) -> list[str]:
     return [tokenizer.inner.backend_tokenizer.id_to_token(number) for number in ids]
 
 
+@pytest.mark.slow
 @subcases(
     "pre, text, words",
     [

@@ -59,7 +59,7 @@ def sizes(file: Path) -> dict[str, int]:
     """The bytes of the panels of the matrices that are packed ahead."""
     header = read_header(file)
     packed = [entry for entry in header.tensors.values() if gguf_tensors._is_packed(header, entry)]
-    return {entry.name: gguf_tensors._panels_size(entry, block_kernels()) for entry in packed}
+    return {entry.name: gguf_tensors.packed_size(entry, block_kernels()) for entry in packed}
 
 
 def set_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
@@ -82,6 +82,7 @@ def packed_files() -> list[Path]:
     return [model.folder for model in stored_models() if model.place == "packed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind", [("qwen3moe", "Q4_K"), ("gpt-oss", "Q8_0"), ("qwen3", "Q4_0")])
 def test_mapped_panels_give_the_same_bits_and_the_second_start_writes_nothing(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -114,7 +115,7 @@ def test_experts_that_are_packed_when_they_are_used_give_the_same_bits(
     let_some_experts_fit(monkeypatch, file)
     logits, model = run(file)
     store: Any = experts_of(model)[0].stacks.store
-    counted = len(experts_of(model)) * experts_of(model)[0].sizes.experts
+    counted = len(experts_of(model)) * experts_of(model)[0].plan.count
     assert torch.equal(logits, expected) and packed_files() == []
     assert store.struct.count < counted
     assert store.struct.packed > store.struct.count  # some were packed in the place of others

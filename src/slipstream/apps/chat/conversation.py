@@ -6,6 +6,7 @@ decoder's session compares the prompt with its cache, token by token, and reads 
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +17,16 @@ from typing import Any, Literal, Protocol
 from rich.text import Text
 
 from slipstream.certificate.parity import TieJudge, verdict
-from slipstream.checks import counted, save_json
+from slipstream.checks import counted, read_json, save_text
 from slipstream.core.rounds import FinishReason, Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.answer_reader import AnswerReader, answer_tokenizer
 from slipstream.text.requests import FormOptions, Message
 from slipstream.text.results import Chunk, Stats, statistics_line
 from slipstream.text.round_view import round_lines, time_split
+from slipstream.tokenization.answer_parser import AnswerPiece
 
 
 class ChatDisplay(Protocol):
@@ -31,6 +34,9 @@ class ChatDisplay(Protocol):
 
     def token(self, text: str) -> None:
         """Show a part of the answer; the last one ends the line."""
+
+    def thought(self, text: str) -> None:
+        """Show a part of what the model thinks before it answers."""
 
     def show(self, line: str | Text) -> None:
         """Show information that the user requested."""
@@ -51,6 +57,7 @@ class Turn:
 
     user: str
     answer: str
+    thought: str  # what the model thought before it answered
     target: str
     drafter: str
     prompt_ids: list[int]
@@ -71,12 +78,13 @@ class Turn:
 
     @property
     def summary(self) -> str:
-        """One line: tokens, speed, drafter, acceptance, reason for the end."""
-        return f"{statistics_line(self.stats, self.drafter)}, ended by {self.finish_reason}"
+        """One line: tokens, speed, drafter, acceptance, reason for the end, and the seed of a sampled answer."""
+        seed = f", seed {self.params.seed}" if self.params.temperature else ""
+        return f"{statistics_line(self.stats, self.drafter)}, ended by {self.finish_reason}{seed}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything except the rounds, for JSON."""
-        kept = ("user", "answer", "target", "drafter", "finish_reason", "token_ids", "prefilled")
+        kept = ("user", "answer", "thought", "target", "drafter", "finish_reason", "token_ids", "prefilled")
         counts = {"prompt_tokens": len(self.prompt_ids), "params": self.params.to_dict(), "stats": self.stats.to_dict()}
         return {name: getattr(self, name) for name in kept} | counts
 
@@ -100,6 +108,9 @@ class Chat:
     cache: bool = True  # False: empty the cache before every answer
     debug: bool = False  # show the rounds after every answer
     turns: list[Turn] = field(default_factory=list)
+    earlier: list[Message] = field(default_factory=list)  # of a conversation that was loaded, before `turns`
+    files: dict[str, str] = field(default_factory=dict)  # texts by name that go with the next message
+    kept_in: Path | None = None  # file that holds the conversation after every answer
     closed: bool = False  # the user wants to leave
     _target_without_template: str | None = None  # the target whose lack of a chat template has been mentioned
 
@@ -120,8 +131,11 @@ class Chat:
     @property
     def messages(self) -> list[Message]:
         messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages += self.earlier
         for turn in self.turns:
-            messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer}]
+            thought = {"reasoning_content": turn.thought} if turn.thought else {}
+            answer = {"role": "assistant", "content": turn.answer, **thought}
+            messages += [{"role": "user", "content": turn.user}, answer]
         return messages
 
     def encode(self, text: str) -> list[int]:
@@ -140,8 +154,15 @@ class Chat:
             self._target_without_template = name
             self.display.remark(f"{name} has no chat template: it continues the raw text of the conversation")
         texts = [self.system] if self.system else []
+        texts += [str(message["content"]) for message in self.earlier]
         texts += [turn.user + turn.answer for turn in self.turns]
         return self.decoder.encode("\n".join([*texts, text]), chat=False)
+
+    def send(self, text: str) -> None:
+        """Ask `text` after the texts of the attached files."""
+        parts = [f"{name}:\n\n{content.strip()}" for name, content in self.files.items()]
+        if self.ask("\n\n".join([*parts, text])) is not None:
+            self.files.clear()
 
     def ask(self, text: str) -> Turn | None:
         """Answer `text`, piece by piece, and keep what an interrupted answer has; None if it has nothing."""
@@ -150,21 +171,27 @@ class Chat:
         if not self.cache:
             decoder.forget()
         chunks: list[Chunk] = []
+        separating = answer_tokenizer(decoder.tokenizer, ())
+        reader = None if separating is None else AnswerReader(separating, ids, stops=params.stop)
+        pieces: list[AnswerPiece] = []
         before = decoder.num_prefilled_tokens
         try:
             for chunk in decoder.stream(ids, params):
                 if not chunks and self.answer_start:
                     self.display.token(self.answer_start)
                 chunks.append(chunk)
-                self.display.token(chunk.text)
+                new = [AnswerPiece("text", chunk.text, "")] if reader is None else reader.push(chunk.token_ids)
+                self._show(new, pieces)
         except KeyboardInterrupt:
             if not chunks:
                 self.display.remark("interrupted before the first token: nothing is kept")
                 return None
+        self._show([] if reader is None else reader.end(), pieces)
         self.display.token("\n")
         turn = Turn(
             user=text,
-            answer=self.answer_start + "".join(chunk.text for chunk in chunks),
+            answer=self.answer_start + "".join(piece.text for piece in pieces if piece.kind == "text"),
+            thought="".join(piece.text for piece in pieces if piece.kind == "thought"),
             target=decoder.target.name,
             drafter=decoder.drafter_name,
             prompt_ids=ids,
@@ -179,11 +206,21 @@ class Chat:
         if self.debug:
             self.display.show(round_lines(turn.rounds, decoder.tokenizer))
         self.display.remark(turn.summary)
+        if self.kept_in is not None:
+            self.kept_in.touch(0o600)
+            save(self, self.kept_in)
         return turn
+
+    def _show(self, new: Sequence[AnswerPiece], pieces: list[AnswerPiece]) -> None:
+        """Keep and show new pieces of an answer."""
+        for piece in new:
+            pieces.append(piece)
+            (self.display.thought if piece.kind == "thought" else self.display.token)(piece.text)
 
     def _fitting(self, prompt_length: int) -> SamplingParams:
         """The options of the next answer: a seed, and no more tokens than the context has room for."""
-        context, max_tokens = self.decoder.target.backend.max_length, self.params.max_tokens
+        params = self.decoder.reader.own_options(self.params).explicit
+        context, max_tokens = self.decoder.target.backend.max_length, params.max_tokens
         room = context - prompt_length
         if room < 1:
             raise UsageError(f"the conversation has {prompt_length} tokens; allowed: at most {context - 1}; see /reset")
@@ -191,9 +228,9 @@ class Chat:
             self.display.remark(
                 f"room for {room} tokens, not {max_tokens}: the model's context is {context}; see /reset"
             )
-        seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
-        prediction = self.params.prediction if self.speculative else None
-        return replace(shortened(self.params, min(room, max_tokens)), seed=seed, prediction=prediction)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        prediction = params.prediction if self.speculative else None
+        return replace(shortened(params, min(room, max_tokens)), seed=seed, prediction=prediction)
 
     def retry(self) -> Turn | None:
         """Answer the last question again; the new answer replaces the old one."""
@@ -261,6 +298,8 @@ def totals(chat: Chat) -> list[str]:
         drafters = "+".join(dict.fromkeys(turn.drafter for turn in chat.turns))
         lines += [statistics_line(stats, drafters), f"prompts: {prompts} tokens, {prefilled} of them not cached"]
         lines.append(f"time: {time_split(stats.to_dict()).partition(': ')[2]}")
+    if seeds := [str(turn.params.seed) for turn in chat.turns if turn.params.temperature]:
+        lines.append(f"seeds of sampled answers: {', '.join(seeds)}")
     return lines
 
 
@@ -274,7 +313,26 @@ def save(chat: Chat, path: Path) -> None:
         "messages": chat.messages,
         "turns": [turn.to_dict() for turn in chat.turns],
     }
-    save_json("file", path.expanduser(), value)
+    save_text("file", path.expanduser(), json.dumps(value, indent=2) + "\n")
+
+
+def load(chat: Chat, path: Path) -> None:
+    """Go on with a saved conversation. UsageError for a file that holds none."""
+    value = read_json("conversation", path.expanduser())
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise UsageError(f"conversation {str(path)!r} has no messages; allowed: a file that /save has written")
+    chat.turns.clear()
+    chat.system = next((message["content"] for message in messages if message["role"] == "system"), "")
+    chat.earlier = [message for message in messages if message["role"] != "system"]
+    chat.display.show(f"{counted(len(chat.earlier), 'message')} of {path}; the last one:")
+    chat.display.show(chat.earlier[-1]["content"] if chat.earlier else "")
+
+
+def _is_message(value: Any) -> bool:
+    """True for a message of text alone."""
+    has_role = isinstance(value, dict) and value.get("role") in ("system", "user", "assistant")
+    return has_role and isinstance(value.get("content"), str)
 
 
 def _speed(stats: Stats) -> float:

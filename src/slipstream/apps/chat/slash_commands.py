@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import drafters
-from slipstream.apps.chat.conversation import Chat, compare, save, totals
-from slipstream.checks import counted
+from slipstream.apps.chat.conversation import Chat, compare, load, save, totals
+from slipstream.checks import counted, why_unreadable
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean, one_line
 from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
@@ -26,7 +26,7 @@ METHODS: dict[str, dict[str, float]] = {
     "nucleus": {"temperature": 1.0, "top_p": 0.9, "min_p": 0.0},
     "topknucleus": {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.0},
 }
-NOT_TYPED = ("logits_processors", "constraint", "n", "logprobs")
+NOT_TYPED = ("logits_processors", "constraint", "n", "logprobs", "suffix")
 OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name not in NOT_TYPED)
 SWITCH = ("on", "off")
 ALIASES = {"/gamma": "/draft-length", "/length-of-draft": "/draft-length", "/exit": "/quit"}
@@ -73,7 +73,7 @@ Choices = Sequence[str] | Callable[[], Sequence[str]]
 
 @dataclass(frozen=True)
 class Command:
-    """A slash command."""
+    """A slash command: how it is typed, explained, run and completed."""
 
     usage: str
     help: str
@@ -182,7 +182,18 @@ def _sampling(chat: Chat, text: str) -> None:
         method, *words = text.split()
         _only("sampling", method, tuple(METHODS))
         chat.params = replace(chat.params, **numbers(method, words))
-    chat.display.show(", ".join(f"{name}={getattr(chat.params, name)}" for name in KEEP_ALL))
+    params = chat.decoder.reader.own_options(chat.params)
+    chat.display.show(", ".join(f"{name}={getattr(params, name)}" for name in KEEP_ALL))
+
+
+@_command("/temperature X", "0 is greedy; higher is more random; none is the model's own", ("none",))
+def _temperature(chat: Chat, text: str) -> None:
+    _assign(chat, "temperature", text)
+
+
+@_command("/top-p X", "sample from the likeliest tokens of this total probability; none is the model's own", ("none",))
+def _top_p(chat: Chat, text: str) -> None:
+    _assign(chat, "top_p", text)
 
 
 @_command("/set NAME VALUE", "any sampling option; lists as JSON; VALUE none is the default", OPTIONS)
@@ -191,14 +202,15 @@ def _set(chat: Chat, text: str) -> None:
     if text:
         _assign(chat, name, value.strip())
     else:
-        chat.display.show("\n".join(f"{option}: {getattr(chat.params, option)!r}" for option in OPTIONS))
+        params = chat.decoder.reader.own_options(chat.params)
+        chat.display.show("\n".join(f"{option}: {getattr(params, option)!r}" for option in OPTIONS))
 
 
 def _assign(chat: Chat, name: str, text: str) -> None:
     _only("set", name, OPTIONS)
     if text:
         chat.params = replace(chat.params, **{name: value_of(name, text)})
-    chat.display.show(f"{name}: {getattr(chat.params, name)!r}")
+    chat.display.show(f"{name}: {getattr(chat.decoder.reader.own_options(chat.params), name)!r}")
 
 
 @_command("/cache on|off|clear", "how many tokens are cached; off empties it before every answer", (*SWITCH, "clear"))
@@ -232,7 +244,13 @@ def _stats(chat: Chat, text: str) -> None:
 @_command("/reset", "forget the conversation; settings and the system message stay")
 def _reset(chat: Chat, text: str) -> None:
     chat.turns.clear()
+    chat.earlier.clear()
     chat.display.show("the conversation is empty")
+
+
+@_command("/thought", "show what the model thought before its last answer")
+def _thought(chat: Chat, text: str) -> None:
+    chat.display.show(chat.last.thought or "the last answer has no thought")
 
 
 @_command("/retry", "answer the last question again")
@@ -246,6 +264,28 @@ def _save(chat: Chat, text: str) -> None:
         raise UsageError("/save; allowed: /save FILE")
     save(chat, Path(text))
     chat.display.show(f"{counted(len(chat.turns), 'turn')} written to {text}")
+
+
+@_command("/load FILE", "go on with a conversation that /save has written")
+def _load(chat: Chat, text: str) -> None:
+    if not text:
+        raise UsageError("/load; allowed: /load FILE")
+    load(chat, Path(text))
+
+
+@_command("/file FILE|none", "send a text file with the next message", ("none",))
+def _file(chat: Chat, text: str) -> None:
+    if text == "none":
+        chat.files.clear()
+    elif text:
+        path = Path(text).expanduser()
+        try:
+            chat.files[path.name] = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            why = why_unreadable(error)
+            raise UsageError(f"/file {text!r} cannot be read: {why}; allowed: a file of UTF-8 text") from error
+    sizes = ", ".join(f"{name} ({counted(len(content), 'character')})" for name, content in chat.files.items())
+    chat.display.show(f"with the next message: {sizes or 'no file'}")
 
 
 @_command("/system TEXT|none", "what the model is told before the conversation", ("none",))
@@ -281,7 +321,7 @@ def handle(chat: Chat, line: str) -> None:
                 raise UsageError(f"{name} {argument}; allowed: {name} alone")
             command.run(chat, argument)
         elif text:
-            chat.ask(text)
+            chat.send(text)
     except SlipstreamError as error:
         chat.display.error(one_line(error))
     except KeyboardInterrupt:

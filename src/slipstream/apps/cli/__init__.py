@@ -24,6 +24,7 @@ CORES = bind_threads(os.environ)  # before PyTorch is imported
 from slipstream.apps.cli.application import app  # noqa: E402
 from slipstream.apps.cli.command_classes import COMMANDS  # noqa: E402
 from slipstream.apps.cli.consoles import out, print_error  # noqa: E402
+from slipstream.apps.server.server_log import HANDLER  # noqa: E402
 from slipstream.errors import SlipstreamError, UsageError, os_reason  # noqa: E402
 from slipstream.text.terminal_text import harmless  # noqa: E402
 from slipstream.version import __version__  # noqa: E402
@@ -59,6 +60,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as Python does on standard error
     handler = logging.StreamHandler()
     handler.setFormatter(_Harmless("%(message)s"))
+    handler.set_name(HANDLER)
     logging.basicConfig(level=logging.ERROR, handlers=[handler])
     logging.getLogger("slipstream").setLevel(logging.INFO)
     try:
@@ -71,6 +73,11 @@ def main() -> None:
         _exit(str(error), 2)
     except SlipstreamError as error:
         _exit(str(error), 1)
+    except ModuleNotFoundError as error:  # of a package that the library alone does not need
+        package = str(error.name).partition(".")[0]
+        if package == "slipstream":
+            raise
+        _exit(f"{package} is not installed; run: pip install {package}", 1)
     except OSError as error:  # printing failed; commands report failures of their files themselves
         _exit(f"{error.filename or 'standard output'}: {os_reason(error)}", 1)
     except (KeyboardInterrupt, typer.Abort):

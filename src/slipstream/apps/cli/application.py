@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import select
 import stat
@@ -21,12 +22,12 @@ from slipstream import drafters
 from slipstream.apps.cli.command_classes import WIDTH, Command, Group, unknown_command
 from slipstream.apps.cli.consoles import err, print_error
 from slipstream.apps.cli.flags import STANDARD, Models, PromptChoice, PromptSource
-from slipstream.checks import save_json
+from slipstream.checks import save_text
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import check_rule
 from slipstream.errors import UsageError
 from slipstream.models.paused_collection import paused_collection
-from slipstream.models.weights.model_files import NO_DRAFT
+from slipstream.models.weights.model_files import NO_DRAFT, quiet
 from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, named_prompt, parse_prompts, read_prompts
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from slipstream.sampling.params import SamplingParams
     from slipstream.text.requests import Prompt
 
+log = logging.getLogger("slipstream")
 PIPE_SECONDS = 5.0  # how long a command waits for the first byte of input that it does not need
 SETTINGS = {"max_content_width": WIDTH, "help_option_names": ["-h", "--help", "--help-all"]}
 EXAMPLES = (
@@ -78,23 +80,21 @@ def help_command(
     typer.echo(shown.get_help())
 
 
-def quiet_libraries() -> None:
-    """Silence the libraries' advice to developers; imports transformers."""
-    from slipstream.models.weights.model_files import quiet
-
-    quiet()
-
-
-def load_decoder(models: Models, config: DecoderConfig, *, is_announced: bool = False) -> SpeculativeDecoder:
-    """Load a decoder, announced on a terminal unless the command has done so; warn if its rule is lossy."""
+def check_config(config: DecoderConfig) -> None:
+    """Refuse settings of a decoder that no models take, before any are loaded."""
     if (contradiction := config.contradiction()) is not None:
         raise UsageError(contradiction)
     drafters.check_name(config.drafter)
     if config.acceptance != "auto":
         check_rule(config.acceptance)
+
+
+def load_decoder(models: Models, config: DecoderConfig, *, is_announced: bool = False) -> SpeculativeDecoder:
+    """Load a decoder, announced on a terminal unless the command has done so; warn if its rule is lossy."""
+    check_config(config)
     if err.is_terminal and not is_announced:
         announce_loading(models)
-    quiet_libraries()
+    quiet()
     with paused_collection():
         from slipstream.decoder import SpeculativeDecoder
     decoder = SpeculativeDecoder(models.target, models.draft, **vars(config))
@@ -110,27 +110,19 @@ def draft_name(models: Models, decoder: SpeculativeDecoder) -> str | None:
 
 def announce_loading(models: Models) -> None:
     """Announce what is loaded; work done once per machine (download, conversion, calibration) has its own bars."""
+    with suppress(OSError):
+        err.sentence(loading_message(models), style="dim")
+
+
+def loading_message(models: Models) -> str:
+    """A line about the models that are loaded."""
     draft = f" and {models.draft}" if models.draft not in (None, NO_DRAFT) else ""
-    with suppress(OSError):  # a full disk behind the log must not keep a server from starting
-        err.sentence(f"loading {models.target}{draft} ...", style="dim")
+    return f"loading {models.target}{draft} ..."
 
 
 def warn_lossy(acceptance: str) -> None:
     """Warn that an acceptance rule is lossy."""
-    with suppress(OSError):
-        err.sentence(f"acceptance {acceptance} is lossy: the output is not the target's own", style="yellow")
-
-
-def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig | None = None) -> DecoderConfig:
-    """The settings of --config, or those of the flags.
-
-    defaults: of the command; None for those of `DecoderConfig`.
-    """
-    if file is None:
-        return flags
-    if flags != (defaults or DecoderConfig()):
-        raise UsageError("--config replaces the decoder's flags; allowed: one or the other")
-    return DecoderConfig.from_json(file, defaults)
+    log.warning("acceptance %s is lossy: the output is not the target's own", acceptance)
 
 
 @contextmanager
@@ -236,10 +228,16 @@ def params_for(prompt: NamedPrompt, params: SamplingParams) -> SamplingParams:
 
 def write_json(path: Path | None, value: dict[str, Any]) -> None:
     """Write the full result where --json asks for it; - is standard output."""
+    if path is not None:
+        write_text("--json", path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(flag: str, path: Path, text: str) -> None:
+    """Write the file that a flag names; - is standard output."""
     if path == STANDARD:
-        sys.stdout.write(json.dumps(value, indent=2) + "\n")
-    elif path is not None:
-        save_json("--json", path, value)
+        sys.stdout.write(text)
+    else:
+        save_text(flag, path, text)
 
 
 def demo_data() -> list[dict[str, str]]:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.apps.cli.application import announce_loading, command, config_from, draft_name, load_decoder, write_json
+from slipstream.apps.cli.application import announce_loading, command, draft_name, load_decoder, write_json
 from slipstream.apps.cli.consoles import clock_time, err, progress_bar
 from slipstream.apps.cli.flags import (
     OUTPUT,
     PROMPTS,
+    RAW,
     Json,
     Models,
-    Raw,
     Structure,
     TemplateKwargs,
     flags,
@@ -33,30 +33,8 @@ if TYPE_CHECKING:
     from slipstream.integrations.ray.ray_job import RayJob
     from slipstream.jobs.batch_job import BatchJob, JobReport, Progress
     from slipstream.jobs.job_lines import JobFiles
-    from slipstream.jobs.line_formats import JobOptions
 
 LINE_SECONDS = 60.0  # between two progress lines, if there is no terminal for a bar
-
-Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's")]
-Output = Annotated[
-    Path,
-    typer.Argument(
-        metavar="OUT", help="file of answers, in the order in which they finish; an unfinished one is continued"
-    ),
-]
-Errors = Annotated[
-    Path | None,
-    option(
-        OUTPUT,
-        "--errors",
-        text="file of failed lines and reasons; default: NAME.errors.jsonl next to OUT",
-        metavar="FILE",
-    ),
-]
-TokenIds = Annotated[bool, option(OUTPUT, "--token-ids", text="also write the token ids of plain lines")]
-ModelName = Annotated[
-    str, option(PROMPTS, "--model-name", text="name of the model in requests; default: the target's", metavar="NAME")
-]
 
 
 @command(
@@ -76,17 +54,32 @@ ModelName = Annotated[
     without=("seed",),
 )
 def batch_command(
-    source: Input,
-    output: Output,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's")],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="file of answers, in the order in which they finish; an unfinished one is continued"
+        ),
+    ],
     models: Models,
     config: DecoderConfig,
     params: SamplingParams,
-    structure: Structure,
     cluster: RayOptions,
-    errors: Errors = None,
-    token_ids: TokenIds = False,
-    model_name: ModelName = "",
-    raw: Raw = False,
+    errors: Annotated[
+        Path | None,
+        option(
+            OUTPUT,
+            "--errors",
+            "file of failed lines and reasons; default: NAME.errors.jsonl next to OUT",
+            "FILE",
+        ),
+    ] = None,
+    token_ids: Annotated[bool, option(OUTPUT, "--token-ids", "also write the token ids of plain lines")] = False,
+    model_name: Annotated[
+        str,
+        option(PROMPTS, "--model-name", "name of the model in requests; default: the target's", "NAME"),
+    ] = "",
+    raw: Annotated[bool, option(PROMPTS, "--raw", RAW)] = False,
     template_kwargs: TemplateKwargs = "{}",
     json_file: Json = None,
 ) -> None:
@@ -97,7 +90,6 @@ def batch_command(
     from slipstream.jobs.job_lines import JobFiles
     from slipstream.jobs.job_output import JobOutput
 
-    config = config_from(config, models.config_file, SERVED)
     files = JobFiles.checked(source, output, errors)
     if files.output.exists():  # refuse a file of something else before a model is loaded
         JobOutput(files.output).close()
@@ -107,21 +99,30 @@ def batch_command(
 
     variables = json_object("--chat-template-kwargs", template_kwargs)
     options = JobOptions(
-        params=structure.added_to(params),
+        params=params,
         chat=not raw,
         chat_template_kwargs=variables,
         model_name=model_name,
         token_ids=token_ids,
     )
-    job: BatchJob | RayJob
     if cluster.ray:
-        job, draft = _ray_job(models, config, files, options, cluster), models.draft
+        from slipstream.integrations.ray.ray_engine import EngineSpec
+        from slipstream.integrations.ray.ray_job import RayJob
+
+        threads = 0 if cluster.ray_gpus else ceil(cluster.ray_cpus)
+        spec = EngineSpec(models.target, models.draft, config, options, threads)
+        report, draft = _run(RayJob(files, spec, cluster), files), models.draft
     else:
         from slipstream.jobs.batch_job import BatchJob
 
         decoder = load_decoder(models, config, is_announced=True)
-        job = BatchJob(decoder, files, options)
-        draft = draft_name(models, decoder)
+        report, draft = _run(BatchJob(decoder, files, options), files), draft_name(models, decoder)
+    write_json(json_file, {"target": models.target, "draft": draft} | report.to_dict())
+    raise typer.Exit(1 if report.failed else 0)
+
+
+def _run(job: BatchJob | RayJob, files: JobFiles) -> JobReport:
+    """Run a job with its progress on standard error, and say what failed."""
     try:
         with _progress() as on_progress:
             report = job.run(on_progress)
@@ -134,21 +135,7 @@ def batch_command(
         lines = "the failed line is" if report.failed == 1 else f"all {report.failed} failed lines are"
         err.sentence(f"{lines} in {files.errors}")
     err.sentence(_summary(report))
-    write_json(json_file, {"target": models.target, "draft": draft} | report.to_dict())
-    raise typer.Exit(1 if report.failed else 0)
-
-
-def _ray_job(
-    models: Models, config: DecoderConfig, files: JobFiles, options: JobOptions, cluster: RayOptions
-) -> RayJob:
-    from slipstream.integrations.ray.ray_engine import EngineSpec
-    from slipstream.integrations.ray.ray_job import RayJob
-    from slipstream.integrations.ray.ray_options import ray_module
-    from slipstream.jobs.batch_job import JobReport
-
-    ray_module()
-    spec = EngineSpec(models.target, models.draft, config, options, 0 if cluster.ray_gpus else ceil(cluster.ray_cpus))
-    return RayJob(files, spec, cluster, JobReport())
+    return report
 
 
 def _summary(report: JobReport) -> str:
@@ -168,23 +155,19 @@ def _speed(report: JobReport) -> str:
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """On a terminal, a bar with speed, acceptance and time left; elsewhere, as in logs, one line per minute."""
-    if not err.is_terminal:
-        printed = monotonic()
-
-        def print_line(report: JobReport) -> None:
-            nonlocal printed
-            if monotonic() - printed >= LINE_SECONDS:
-                printed = monotonic()
-                err.sentence(_summary(report))
-
-        yield print_line
-        return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     with progress_bar(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")) as bar:
         task = bar.add_task("reading", total=None)
+        printed = monotonic()
 
         def show(report: JobReport) -> None:
+            nonlocal printed
+            if not err.is_terminal:
+                if monotonic() - printed >= LINE_SECONDS:
+                    printed = monotonic()
+                    err.sentence(_summary(report))
+                return
             time_left = "" if report.seconds_left is None else f", {clock_time(report.seconds_left)} left"
             completed = report.answered_before + report.answered + report.failed
             bar.update(

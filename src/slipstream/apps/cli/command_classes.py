@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from slipstream.apps.cli.consoles import out, to_standard_error
+from slipstream.apps.cli.consoles import out
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 
 WIDTH = 100  # columns of help, at most
@@ -36,6 +37,13 @@ FIRST = (
     "Decoder",
 )
 LAST = ("Output", "Options", "Examples")
+OTHERS = {  # commands of Ollama and others, and what to write instead
+    "run": "`slipstream chat --model {}`",
+    **dict.fromkeys(("pull", "download"), "`slipstream models pull {}`"),
+    **dict.fromkeys(("rm", "remove", "delete"), "`slipstream models rm {}`"),
+    **dict.fromkeys(("list", "ls", "show"), "`slipstream models`"),
+    "ps": "`slipstream models`, or GET /api/ps of a running server",
+}
 NO_VARIABLES = {"DEBUG", "HELP_ALL"}  # flags without one; SLIPSTREAM_DEBUG checks caches
 NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
 BOUNDS = {r"greater than or equal to (\S+)": r"\1 or more", r"less than or equal to (\S+)": r"\1 or less"}
@@ -55,18 +63,14 @@ class _Checked:
         try:
             return list(super().parse_args(ctx, args))  # type: ignore[misc]
         except typer.BadParameter as error:  # whose own message may lack the value
-            values = [] if error.param is None else _values(words, error.param.opts)
-            if error.param is not None and not values and (value := _elsewhere(ctx, error.param)) is not None:
-                values = [value]
-            if error.param is None or not values:
+            if error.param is None:
                 raise
-            allowed = error.message.rpartition("; allowed: ")[2]
-            if allowed.startswith("Input should be "):
-                allowed = allowed.removeprefix("Input should be ").partition(",")[0]
-            for pattern, plain in BOUNDS.items():
-                allowed = re.sub(pattern, plain, allowed)
+            values = _values(words, error.param.opts)
+            value = " ".join(values) if values else _elsewhere(ctx, error.param)
+            if value is None:
+                raise
             flag = max(error.param.opts, key=len)
-            raise UsageError(f"{flag} {' '.join(values)!r}; allowed: {NUMBERS.get(allowed, allowed)}") from error
+            raise UsageError(f"{flag} {value!r}; allowed: {why_refused(error)}") from error
         except TyperException as error:
             match = re.match(r"No such option:? '?(-[^\s']*)", error.format_message())
             if match is None:
@@ -113,13 +117,15 @@ class Command(_Checked, TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run; if the reader closes the output, as `head` does, or Ctrl-C ends the command, one line says so."""
+        out.stderr = ctx.params.get("json_file") == Path("-")  # standard output is then for the JSON alone
         try:
-            with to_standard_error(out, when=ctx.params.get("json_file") == Path("-")):
-                return super().invoke(ctx)
+            return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Abort from None  # typer would exit without a word
         except BrokenPipeError as error:
             raise SlipstreamError("standard output was closed before all output was written") from error
+        finally:
+            out.stderr = False
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(_argument(param) for param in ctx.command.params if param.param_type_name == "argument")]
@@ -149,7 +155,7 @@ class Group(_Checked, TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except TyperException:
-            raise unknown_command(self, ctx, args[0]) from None
+            raise unknown_command(self, ctx, *args) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands with the first sentences of their help."""
@@ -170,6 +176,16 @@ class Group(_Checked, TyperGroup):
         self.format_commands(ctx, formatter)
         records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
         _write(formatter, {"Options": records})
+
+
+def why_refused(error: typer.BadParameter) -> str:
+    """The values that an option allows, from the error about its value."""
+    allowed = error.message.rpartition("; allowed: ")[2]
+    if allowed.startswith("Input should be "):
+        allowed = allowed.removeprefix("Input should be ").partition(",")[0]
+    for pattern, plain in BOUNDS.items():
+        allowed = re.sub(pattern, plain, allowed)
+    return NUMBERS.get(allowed, allowed)
 
 
 def _elsewhere(ctx: Any, param: Any) -> str | None:
@@ -199,8 +215,13 @@ def _argument(param: Any) -> str:
     return f"{name if param.required else f'[{name}]'}{'...' if param.nargs == -1 else ''}"
 
 
-def unknown_command(group: Any, ctx: Any, name: str) -> UsageError:
-    """The error for an unknown command of a group."""
+def unknown_command(group: Any, ctx: Any, name: str, *words: str) -> UsageError:
+    """The error for an unknown command of a group. words: what follows it."""
+    if (meant := OTHERS.get(name)) is not None:
+        model, *prompt = [word for word in words if not word.startswith("-")] or ["MODEL"]
+        if name == "run" and prompt:
+            meant = f"`slipstream generate --model {{}} {shlex.quote(' '.join(prompt))}`"
+        return UsageError(f"unknown command {name!r}; did you mean {meant.format(shlex.quote(model))}?")
     names = [command for command in group.list_commands(ctx) if not group.get_command(ctx, command).hidden]
     near = did_you_mean(name, *names)
     if ctx.parent is not None and group.invoke_without_command:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from slipstream.apps.cli.application import command, config_from, draft_name, gather_prompts, load_decoder, write_json
+from slipstream.apps.cli.application import command, draft_name, gather_prompts, load_decoder, write_json
 from slipstream.apps.cli.consoles import RunBar, err, out
-from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, PromptSource, Structure, flags, option
+from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, PromptSource, Structure, flag, flags
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.sampling.params import SamplingParams
@@ -21,16 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arms:
-    """Arms besides plain and speculative decoding, and the number of repeats."""
+    """Further arms next to plain and speculative decoding, and the number of repeats."""
 
-    hf: Annotated[bool, option(MEASURING, "--hf", text="also run Hugging Face `generate`")] = False
-    batch: Annotated[
-        bool, option(MEASURING, "--batch", text="also decode all prompts as one batch, and compare with one by one")
-    ] = False
-    repeats: Annotated[
-        int,
-        option(MEASURING, "--repeats", text="runs of each arm on each prompt; intervals need two", metavar="N", min=1),
-    ] = 3
+    hf: bool = flag(False, MEASURING, "also run Hugging Face `generate`")
+    batch: bool = flag(False, MEASURING, "also decode all prompts as one batch, and compare with one by one")
+    repeats: int = flag(3, MEASURING, "runs of each arm on each prompt; intervals need two", "N", min=1)
 
 
 @command(
@@ -39,14 +34,23 @@ class Arms:
     'slipstream compare --drafter ngram --repeats 5 "List ten birds."',
     "slipstream compare --hf --prompt-file prompts.jsonl",
 )
-@flags(Models, PromptSource, Arms, DecoderConfig, SamplingParams, Structure, also=("prediction",), max_tokens=64)
+@flags(
+    Models,
+    PromptSource,
+    Arms,
+    DecoderConfig,
+    SamplingParams,
+    Structure,
+    also=("prediction",),
+    measures=True,
+    max_tokens=64,
+)
 def compare_command(
     models: Models,
     source: PromptSource,
     arms: Arms,
     config: DecoderConfig,
     params: SamplingParams,
-    structure: Structure,
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
@@ -54,8 +58,6 @@ def compare_command(
 
     Exit code 1 if an output is wrong.
     """
-    config = config_from(config, models.config_file)
-    params = structure.added_to(params)
     prompts = gather_prompts(source)
     if arms.hf:
         _check_hf(models, params)
@@ -136,6 +138,7 @@ def comparison_dict(
         "prompts": [
             {
                 "category": c.prompt.category,
+                "estimate": None if c.estimate is None else asdict(c.estimate) | {"error": c.estimate.error},
                 "arms": {
                     arm: {"token_ids": run.token_ids, "seconds": run.seconds, "verdict": verdict(run.difference)}
                     for arm, run in c.runs.items()

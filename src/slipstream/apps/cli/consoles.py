@@ -77,19 +77,6 @@ for _name, _mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
 out, err = _stream(stderr=False), _stream(stderr=True)
 
 
-@contextmanager
-def to_standard_error(console: Stream, *, when: bool) -> Iterator[None]:
-    """Redirect a console to standard error, as when standard output is reserved for the JSON of `--json -`."""
-    if not when:
-        yield
-        return
-    console.stderr = True
-    try:
-        yield
-    finally:
-        console.stderr = False
-
-
 class WordWrap:
     """Breaks text between words while it is being written, so that lines have at most `width` columns.
 
@@ -164,13 +151,6 @@ def write_raw(text: str) -> None:
     out.file.flush()
 
 
-def print_text(text: str) -> None:
-    """Print a whole output."""
-    writer = TextWriter()
-    writer.write(text)
-    writer.end()
-
-
 def clock_time(seconds: float) -> str:
     """Hours, minutes and seconds as on a clock."""
     minutes, rest = divmod(round(seconds), 60)
@@ -193,16 +173,8 @@ class RunBar:
 
     def __init__(self, total: int) -> None:
         self._started = -1
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        self._progress = OneLineProgress(
-            *columns,
-            TimeLeft(),
-            console=err,
-            disable=not err.is_terminal,
-            transient=True,
-            redirect_stdout=False,  # standard output may be a pipe
-            redirect_stderr=False,
-        )
+        name = TextColumn("{task.description}", markup=False)
+        self._progress = progress_bar(name, BarColumn(), MofNCompleteColumn(), TimeLeft())
         self._task = self._progress.add_task("", total=total)
 
     def show(self, doing: str) -> None:

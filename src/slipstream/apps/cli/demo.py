@@ -9,7 +9,7 @@ from rich.text import Text
 from slipstream.apps.cli.application import command, demo_data, load_decoder, write_json
 from slipstream.apps.cli.compare import comparison_dict, fail_on_difference
 from slipstream.apps.cli.consoles import RunBar, err, out
-from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, Repeats, option
+from slipstream.apps.cli.flags import MEASURING, REPEATS, Debug, Json, Models, option
 from slipstream.config import DecoderConfig
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
@@ -32,10 +32,8 @@ NEXT_STEPS = (
 
 @command("demo", "slipstream demo", "slipstream demo --max-tokens 40 --repeats 1", "slipstream demo --debug")
 def demo_command(
-    max_tokens: Annotated[
-        int, option(MEASURING, "--max-tokens", text="most tokens per output", metavar="N", min=1)
-    ] = 96,
-    repeats: Repeats = 3,
+    max_tokens: Annotated[int, option(MEASURING, "--max-tokens", "most tokens per output", "N", min=1)] = 96,
+    repeats: Annotated[int, option(MEASURING, "--repeats", REPEATS, "N", min=1)] = 3,
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
@@ -50,7 +48,7 @@ def demo_command(
         "drafts several tokens cheaply and checks them in one forward: the output stays the same."
     )
     models = Models(EMBEDDED)
-    params = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams(max_tokens=max_tokens).explicit
     decoder = load_decoder(models, DecoderConfig())
     from slipstream.apps.cli import tables
     from slipstream.bench.comparison import SPECULATIVE, compare, num_runs, summarize

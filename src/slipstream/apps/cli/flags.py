@@ -6,19 +6,20 @@ Flags on the command line override environment variables (SLIPSTREAM_PORT for --
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from slipstream import drafters
+from slipstream.apps.cli.command_classes import why_refused
 from slipstream.apps.server.server_settings import SEVERAL, ServerSettings
 from slipstream.checks import UNREADABLE, check_known, read_json, why_no_file, why_no_folder, why_unreadable
 from slipstream.config import DTYPES, DecoderConfig
@@ -27,7 +28,8 @@ from slipstream.core.limits import RULE_NAMES
 from slipstream.errors import UsageError, one_line
 from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.models.weights.model_files import EMBEDDED, list_models
-from slipstream.sampling.params import SamplingParams
+from slipstream.models.weights.named_models import short_names
+from slipstream.sampling.params import OWN_OPTIONS, SamplingParams, Unset
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server", RayOptions: "Many machines"}
 # flags of these classes that --help shows; --help-all has the others too
@@ -48,11 +50,13 @@ SHORT = {
     "stop": "end the output before this string",
     "seed": "random seed; default: a fresh one, printed with the result (measuring commands: 0)",
 }
-NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
+# unless a command asks for them
+NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction", "suffix"}
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 MODELS, PROMPTS, MEASURING, OUTPUT = "Models", "Prompts", "Measuring", "Output"
-NAMED = "hub id, folder, .gguf file, or a name from `slipstream models`"
+NAMED = "hub id (OWNER/REPO:Q4_K_M for a GGUF file), folder, .gguf file, or a name from `slipstream models`"
 STRUCTURE = "Structured output"
+RAW, REPEATS = "do not apply the chat template", "runs of each arm on each prompt; times are medians"
 STANDARD = Path("-")  # standard input of files that are read, standard output of those that are written
 
 
@@ -128,11 +132,7 @@ class Written:
 
 def _completes(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     """Shell completions for a value with these choices."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [choice for choice in choices() if choice.startswith(incomplete)]
-
-    return complete
+    return lambda incomplete: [choice for choice in choices() if choice.startswith(incomplete)]
 
 
 COMPLETIONS = {
@@ -147,6 +147,11 @@ def _same(value: Any) -> Any:
     return value
 
 
+# of options that are Unset if a user leaves them out: what holds then
+NOTES = {
+    name: "; default: " + ("the model's own, or " if name in OWN_OPTIONS else "") + f"{value:g}"
+    for name, value in SamplingParams().unset.items()
+}
 WRITTEN = {
     "drafter": Written(str, str, "NAME"),
     "acceptance": Written(str, str, "RULE"),
@@ -155,7 +160,7 @@ WRITTEN = {
     "draft_context": Written(str, _number_or_word, "N|NAME"),
     "fast": Written(str, _switch, "SWITCH"),
     "reproducible": Written(str, _switch, "SWITCH"),
-    "load_options": Written(str, functools.partial(json_object, "--load-options"), "JSON"),
+    "load_options": Written(str, partial(json_object, "--load-options"), "JSON"),
     "logit_bias": Written(list[str], _biases, "TOKEN_ID=NUMBER", f", e.g. 198=-5; {SEVERAL}"),
     "bad_words": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
     "stop": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
@@ -171,10 +176,12 @@ WRITTEN = {
     "ray": Written(str, str, "ADDRESS"),
     "ray_actors": Written(str, str, "N|MIN-MAX"),
     "seed": Written(int | None, _same, "N"),
+    "thinking_token_budget": Written(int | None, _same, "N"),
     "logprobs": Written(int | None, _same, "K"),
+    "suffix": Written(str | None, _same, "TEXT"),
     "prediction": Written(str | None, _prediction, "FILE", "; a file of UTF-8 text"),
 }
-HELP_ALL = "help_all"
+HELP_ALL, GREEDY = "help_all", "greedy"
 FULL = {
     f.name: f.metadata["help"] + (WRITTEN[f.name].more if f.name in WRITTEN else "")
     for cls in reversed(SECTIONS)  # if two classes share a field, the help of the first one stays
@@ -189,7 +196,8 @@ def _show_all(context: typer.Context, is_asked: bool) -> None:
         for option in context.command.params:
             setattr(option, "hidden", False)  # noqa: B010  # arguments have none
             if option.name in SHORT:
-                setattr(option, "help", FULL[option.name])  # noqa: B010
+                note = NOTES.get(option.name, "") if option.default is None else ""
+                setattr(option, "help", FULL[option.name] + note)  # noqa: B010
         typer.echo(context.get_help())
         raise typer.Exit
 
@@ -199,15 +207,30 @@ HelpAll = Annotated[
 ]
 
 
+Greedy = Annotated[
+    bool,
+    typer.Option(
+        "--greedy",
+        help="ignore the model's own sampling options: greedy where no other flag says otherwise",
+        rich_help_panel=SECTIONS[SamplingParams],
+    ),
+]
+
+
 def flags(
-    *classes: type, also: Collection[str] = (), without: Collection[str] = (), **defaults: Any
+    *classes: type, also: Collection[str] = (), without: Collection[str] = (), measures: bool = False, **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replaces parameters that are annotated with a dataclass by one flag per field.
 
-    A field is an annotated typer option, or a `setting`, whose help text becomes the flag's. If two classes share a
-    field, the flag belongs to the first. defaults: this command's own defaults. also: fields of NOT_FLAGS that are
-    flags of this command. without: fields that are not flags of this command.
+    A field is a `flag`, or a `setting`, whose help text becomes the flag's. If two classes share a field, the flag
+    belongs to the first. defaults: this command's own defaults. also: fields of NOT_FLAGS that are flags of this
+    command. without: fields that are not flags of this command. measures: the command compares runs, so that sampling
+    options that are left out are not the model's own. Commands with sampling options have --greedy, too. A JSON file of
+    --config replaces the flags of `DecoderConfig`; the constraint of `Structure` becomes one of the sampling options.
     """
+    if measures:
+        defaults = SamplingParams().unset | defaults
+    usual = DecoderConfig(**{f.name: defaults[f.name] for f in fields(DecoderConfig) if f.name in defaults})
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function, eval_str=True)
@@ -218,17 +241,31 @@ def flags(
             for option in _options(cls, defaults, NOT_FLAGS.difference(also).union(without)):
                 options.setdefault(option.name, option)
                 owners.setdefault(option.name, cls)
-        parameters = [*options.values(), *others, _parameter(HELP_ALL, HelpAll, False)]
+        samples = SamplingParams in classes
+        greedy = [_parameter(GREEDY, Greedy, False)] if samples else []
+        parameters = [*options.values(), *greedy, *others, _parameter(HELP_ALL, HelpAll, False)]
 
-        @functools.wraps(function)
+        @wraps(function)
         def wrapper(**values: Any) -> Any:
             values.pop(HELP_ALL)  # its callback has ended the command if it was asked for
+            is_greedy = samples and values.pop(GREEDY)
             parsed = {name: values.pop(name) for name in options}
+            parsed = {name: value for name, value in parsed.items() if value is not None or name not in NOTES}
             parsed |= {name: WRITTEN[name].parse(value) for name, value in parsed.items() if name in WRITTEN}
-            for parameter in signature.parameters.values():
-                cls = parameter.annotation
-                if cls in classes:
-                    values[parameter.name] = cls(**{name: parsed[name] for name in parsed if owners[name] is cls})
+            if is_greedy:  # options that are left out are then not the model's own
+                if parsed.get("temperature"):
+                    raise UsageError(f"--greedy with --temperature {parsed['temperature']:g}; allowed: one of them")
+                parsed = {name: value for name, value in SamplingParams().unset.items() if name in OWN_OPTIONS} | parsed
+            made: dict[type, Any] = {}
+            for cls in classes:
+                made[cls] = cls(**{name: parsed[name] for name in parsed if owners[name] is cls})
+            if DecoderConfig in made and (file := parsed.get("config_file")) is not None:
+                if made[DecoderConfig] != usual:
+                    raise UsageError("--config replaces the decoder's flags; allowed: one or the other")
+                made[DecoderConfig] = DecoderConfig.from_json(file, usual)
+            if Structure in made:
+                made[SamplingParams] = made[Structure].added_to(made[SamplingParams])
+            values |= {p.name: made[p.annotation] for p in signature.parameters.values() if p.annotation in made}
             return function(**values)
 
         wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -241,26 +278,35 @@ def flags(
 
 
 def _options(cls: type, defaults: Mapping[str, Any], left_out: Collection[str]) -> Iterator[inspect.Parameter]:
-    hints = {} if cls in SECTIONS else get_type_hints(cls, include_extras=True)
+    hints = {} if cls in SECTIONS else get_type_hints(cls)
     for f in fields(cls):
         if "help" in f.metadata and f.name not in left_out:
             yield _setting_option(f, cls, defaults)
-        elif f.name in hints:
+        elif "option" in f.metadata:
             default = list(f.default) if isinstance(f.default, tuple) else f.default
-            yield _parameter(f.name, hints[f.name], defaults.get(f.name, default))
+            yield _parameter(f.name, Annotated[hints[f.name], f.metadata["option"](_flag_of(f))], default)
+
+
+def _flag_of(f: Field[Any]) -> str:
+    return f"--{f.name.replace('_', '-')}"
 
 
 def _setting_option(f: Field[Any], cls: type, defaults: Mapping[str, Any]) -> inspect.Parameter:
     default = f.default if f.default is not MISSING else {}
     default = defaults.get(f.name, default)
     kind = WRITTEN[f.name].kind if f.name in WRITTEN else type(default)
-    written = WRITTEN.get(f.name, Written(kind, kind, METAVARS.get(kind, "")))
+    note = ""
+    if isinstance(default, Unset):
+        kind, default, note = float if isinstance(default, float) else int, None, NOTES[f.name]
+    written = WRITTEN.get(f.name, Written(kind, kind, METAVARS.get(kind, ""), note))
+    if note:
+        kind = kind | None
     if kind is str:
         default = json.dumps(default) if isinstance(default, dict) else str(default)
     elif kind in (list[str], list[int]):
         default = []
     option = typer.Option(
-        f"--{f.name.replace('_', '-')}",
+        _flag_of(f),
         help=SHORT.get(f.name, f.metadata["help"]) + written.more,
         metavar=written.metavar or None,
         rich_help_panel=SECTIONS[cls],
@@ -274,14 +320,21 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def option(section: str, *names: str, text: str, **more: Any) -> Any:
-    """A typer option in a section of the help."""
-    return typer.Option(*names, help=text, rich_help_panel=section, **more)
+def option(section: str, names: str, text: str, metavar: str | None = None, **more: Any) -> Any:
+    """A typer option in a section of the help. names: separated by blanks; more: see `typer.Option`."""
+    return typer.Option(*names.split(), help=text, metavar=metavar, rich_help_panel=section, **more)
 
 
-def _complete_model(incomplete: str) -> list[str]:
-    names = ("toy", EMBEDDED, *(str(item["folder"]) for item in list_models() if item["name"] != EMBEDDED))
-    return [name for name in names if name.startswith(incomplete)]
+def flag(default: Any, section: str, text: str, metavar: str | None = None, names: str = "", **more: Any) -> Any:
+    """A dataclass field that is an option, by default of the field's name. A default of several values is a tuple."""
+    return field(
+        default=default, metadata={"option": lambda name: option(section, names or name, text, metavar, **more)}
+    )
+
+
+def _model_names() -> list[str]:
+    folders = [str(item["folder"]) for item in list_models() if item["name"] != EMBEDDED]
+    return ["toy", EMBEDDED, *short_names(), *folders]
 
 
 def read_plan(context: typer.Context, value: Path | None) -> Path | None:
@@ -295,21 +348,58 @@ def read_plan(context: typer.Context, value: Path | None) -> Path | None:
 
 
 def read_config(context: typer.Context, value: Path | None) -> Path | None:
-    """Make a TOML file's values the defaults of the command; a JSON file is returned, for `config_from`."""
+    """Make a TOML file's values the defaults of the command; a JSON file is returned, for `config_from`.
+
+    If the command serves models, their tables become `context.obj`: the options of each by its name.
+    """
     if value is None or value.suffix != ".toml":
         return value
     try:
         settings = tomllib.loads(_read("--config", value))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"--config {str(value)!r} is not TOML: {one_line(error)}") from error
-    _set_defaults(context, f"config file {str(value)!r}", settings)
+    file = f"config file {str(value)!r}"
+    per_model = {key: option for key, option in _options_by_key(context).items() if str(option.name) in PER_MODEL}
+    if "models" in settings and any(option.name == "idle_minutes" for option in per_model.values()):
+        context.obj = _model_tables(context, file, settings.pop("models"), per_model)
+    _set_defaults(context, file, settings)
     return None
+
+
+def _model_tables(context: typer.Context, file: str, tables: Any, allowed: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options in the tables [models.NAME], as the command gets those of flags. allowed: the flags by their keys."""
+    if not isinstance(tables, dict) or not tables or not all(isinstance(table, dict) for table in tables.values()):
+        raise UsageError(f"{file}: models={tables!r:.80}; allowed: tables such as [models.coder]")
+    models = dict[str, dict[str, Any]]()
+    for name, table in tables.items():
+        where = f"{file}: models.{name}"
+        shared = sorted(_options_by_key(context).keys() - allowed)
+        if wrong := [key for key in table if key in shared]:
+            raise UsageError(f"{where} has the key {wrong[0]!r}, which is the server's; allowed: above all tables")
+        check_known(f"{where} has the unknown key", table, sorted(allowed))
+        values = models[name] = {}
+        for key, item in table.items():
+            option = allowed[key]
+            word = _default(f"{where}.{key}", item, getattr(option, "multiple", False))
+            try:
+                value = option.process_value(context, word)
+                values[option.name] = WRITTEN[option.name].parse(value) if option.name in WRITTEN else value
+            except typer.BadParameter as error:
+                raise UsageError(f"{where}.{key}={item!r}; allowed: {why_refused(error)}") from error
+            except UsageError as error:
+                raise UsageError(f"{where}.{key}: {error}") from error
+    return models
+
+
+def _options_by_key(context: typer.Context) -> dict[str, Any]:
+    """The options of a command that files may hold."""
+    not_here = {"plan", "config", HELP_ALL}
+    return {key: option for option in context.command.params for key in keys_of(option) if key not in not_here}
 
 
 def _set_defaults(context: typer.Context, file: str, settings: dict[str, Any]) -> None:
     """Make the values of a file the defaults of the command. file: its kind and name, for messages."""
-    not_here = {"plan", "config", HELP_ALL}
-    allowed = {key: option for option in context.command.params for key in keys_of(option) if key not in not_here}
+    allowed = _options_by_key(context)
     check_known(f"{file} has the unknown key", settings, sorted(allowed))
     defaults = dict[str, Any]()
     for key, item in settings.items():
@@ -318,145 +408,123 @@ def _set_defaults(context: typer.Context, file: str, settings: dict[str, Any]) -
     context.default_map = defaults
 
 
-Target = Annotated[
-    str, option(MODELS, "-m", "--target", "--model", text=NAMED, metavar="MODEL", autocompletion=_complete_model)
-]
-DraftModel = Annotated[
-    str | None,
-    option(
-        MODELS,
-        "--draft",
-        text="draft model, of any vocabulary, or draft head, named like the target; mtp: the target's own MTP layers; "
-        "none: disable MTP drafting too",
-        metavar="MODEL",
-        autocompletion=_complete_model,
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    option(
-        MODELS,
-        "--config",
-        text="TOML file of flags (port = 8000), or JSON file of decoder settings, which replaces their flags",
-        metavar="FILE",
-        hidden=True,
-        is_eager=True,
-        callback=read_config,
-    ),
-]
-PromptWords = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="PROMPT",
-        help="the prompt, in quotes; several run as a batch; - or none reads standard input",
-        rich_help_panel=PROMPTS,
-        show_default=False,
-    ),
-]
-PromptTexts = Annotated[
-    list[str], option(PROMPTS, "-p", "--prompt", text="prompt as an option; may be given several times", metavar="TEXT")
-]
-PromptFile = Annotated[
-    Path | None,
-    option(
-        PROMPTS,
-        "--prompt-file",
-        text="text file, or .jsonl with a prompt per line; - is standard input",
-        metavar="FILE",
-    ),
-]
-
-
-def _category(**more: Any) -> Any:
-    text = "only this category of a .jsonl file; may be given several times"
-    return option(PROMPTS, "--category", text=text, metavar="NAME", **more)
-
-
-def _limit(**more: Any) -> Any:
-    return option(PROMPTS, "--limit", text="at most this many prompts of each category", metavar="N", min=1, **more)
-
-
-Category = Annotated[list[str], _category()]
-Limit = Annotated[int | None, _limit()]
-# for commands that also take prompts in other ways than --prompt-file
-FileCategory = Annotated[list[str], _category(hidden=True)]
-FileLimit = Annotated[int | None, _limit(hidden=True)]
-Raw = Annotated[bool, option(PROMPTS, "--raw", text="do not apply the chat template")]
+complete_models = _completes(_model_names)
 AnswerStart = Annotated[
-    str,
-    option(PROMPTS, "--answer-start", text="the first words of the answer, which the model continues", metavar="TEXT"),
+    str, option(PROMPTS, "--answer-start", "the first words of the answer, which the model continues", "TEXT")
 ]
 TemplateKwargs = Annotated[
     str,
     option(
         PROMPTS,
         "--chat-template-kwargs",
-        text="variables that the chat template reads, e.g. '{\"enable_thinking\": false}'",
-        metavar="JSON",
+        "variables that the chat template reads, e.g. '{\"enable_thinking\": false}'",
+        "JSON",
         show_default=False,
     ),
 ]
-System = Annotated[str, option(PROMPTS, "--system", text="system message before the prompt", metavar="TEXT")]
-Repeats = Annotated[
-    int, option(MEASURING, "--repeats", text="runs of each arm on each prompt; times are medians", metavar="N", min=1)
-]
-BatchSizes = Annotated[
-    str, option(MEASURING, "--batch-sizes", text="prompts decoded together, e.g. 1,4", metavar="NUMBERS")
-]
+System = Annotated[str, option(PROMPTS, "--system", "system message before the prompt", "TEXT")]
 Json = Annotated[
     Path | None,
     option(
         OUTPUT,
         "--json",
-        text="write the full result to this file; - is standard output",
-        metavar="FILE",
+        "write the full result to this file; - is standard output",
+        "FILE",
         callback=check_file("--json"),
     ),
 ]
-Debug = Annotated[
-    bool, option(OUTPUT, "--debug", text="show every round: accepted, rejected and the target's own tokens")
-]
-OutFolder = Annotated[
-    Path | None,
-    option(
-        OUTPUT,
-        "--out",
-        text="folder of the runs; an interrupted run there continues; default: a new one in runs/",
-        metavar="FOLDER",
-        callback=check_folder("--out"),
-    ),
-]
-Report = Annotated[bool, option(OUTPUT, "--report", text="also write plots and report.html into the folder")]
+Debug = Annotated[bool, option(OUTPUT, "--debug", "show every round: accepted, rejected and the target's own tokens")]
+# flags that several classes have
+target_flag = partial(
+    flag, EMBEDDED, MODELS, NAMED, "MODEL", names="-m --target --model", autocompletion=complete_models
+)
+draft_flag = partial(
+    flag,
+    None,
+    MODELS,
+    "draft model, of any vocabulary, or draft head, named like the target; mtp: the target's own MTP layers; none: "
+    "disable MTP drafting too",
+    "MODEL",
+    autocompletion=complete_models,
+)
+config_flag = partial(
+    flag,
+    None,
+    MODELS,
+    "TOML file of flags (port = 8000), for `serve` also with tables [models.NAME], or JSON file of decoder settings, "
+    "which replaces their flags",
+    "FILE",
+    names="--config",
+    hidden=True,
+    is_eager=True,
+    callback=read_config,
+)
+prompt_file_flag = partial(
+    flag, None, PROMPTS, "text file, or .jsonl with a prompt per line; - is standard input", "FILE"
+)
+category_flag = partial(flag, (), PROMPTS, "only this category of a .jsonl file; may be given several times", "NAME")
+limit_flag = partial(flag, None, PROMPTS, "at most this many prompts of each category", "N", min=1)
+raw_flag = partial(flag, False, PROMPTS, RAW)
+repeats_flag = partial(flag, 3, MEASURING, REPEATS, "N", min=1)
+batch_sizes_flag = partial(flag, "1", MEASURING, "prompts decoded together, e.g. 1,4", "NUMBERS")
+runs_flag = partial(
+    flag,
+    None,
+    OUTPUT,
+    "folder of the runs; an interrupted run there continues; default: a new one in runs/",
+    "FOLDER",
+    names="--out",
+    callback=check_folder("--out"),
+)
+report_flag = partial(flag, False, OUTPUT, "also write plots and report.html into the folder")
 
 
 @dataclass(frozen=True)
 class Models:
     """The models, and a file of decoder settings."""
 
-    target: Target = EMBEDDED
-    draft: DraftModel = None
-    config_file: ConfigFile = None
+    target: str = target_flag()
+    draft: str | None = draft_flag()
+    config_file: Path | None = config_flag()
+
+
+# options that each model of a server may have for itself
+PER_MODEL = {
+    *("target", "draft"),
+    *(f.name for f in fields(DecoderConfig)),
+    *(f.name for f in fields(ServerSettings) if f.metadata["per_model"]),
+}
 
 
 @dataclass(frozen=True)
 class PromptChoice:
     """The selected prompts of a file, or of the package's own."""
 
-    prompt_file: PromptFile = None
-    category: Category = ()  # type: ignore[assignment]
-    limit: Limit = None
+    prompt_file: Path | None = prompt_file_flag()
+    category: list[str] = category_flag()
+    limit: int | None = limit_flag()
+
+
+PROMPT_WORDS = typer.Argument(
+    metavar="PROMPT",
+    help="the prompt, in quotes; several run as a batch; - or none reads standard input",
+    rich_help_panel=PROMPTS,
+    show_default=False,
+)
 
 
 @dataclass(frozen=True)
 class PromptSource:
     """Prompts given one by one, or those of a file."""
 
-    words: PromptWords = ()  # type: ignore[assignment]
-    prompt: PromptTexts = ()  # type: ignore[assignment]
-    prompt_file: PromptFile = None
-    category: FileCategory = ()  # type: ignore[assignment]
-    limit: FileLimit = None
-    raw: Raw = False
+    words: list[str] = field(default=(), metadata={"option": lambda _: PROMPT_WORDS})  # type: ignore[arg-type]
+    prompt: list[str] = flag(
+        (), PROMPTS, "prompt as an option; may be given several times", "TEXT", names="-p --prompt"
+    )
+    prompt_file: Path | None = prompt_file_flag()
+    category: list[str] = category_flag(hidden=True)
+    limit: int | None = limit_flag(hidden=True)
+    raw: bool = raw_flag()
 
 
 def read_batch_sizes(text: str, max_batch_size: int) -> list[int]:
@@ -473,43 +541,16 @@ def read_batch_sizes(text: str, max_batch_size: int) -> list[int]:
 class Structure:
     """The constraint on the output; at most one kind."""
 
-    json_schema: Annotated[
-        Path | None,
-        option(STRUCTURE, "--json-schema", text="JSON that matches the schema in this file", metavar="FILE"),
-    ] = None
-    json_object: Annotated[bool, option(STRUCTURE, "--json-object", text="any JSON object")] = False
-    regex: Annotated[
-        str | None,
-        option(
-            STRUCTURE, "--regex", text="output that matches this whole regular expression", metavar="TEXT", hidden=True
-        ),
-    ] = None
-    choice: Annotated[
-        list[str],
-        option(
-            STRUCTURE, "--choice", text="one of several outputs; give --choice for each", metavar="TEXT", hidden=True
-        ),
-    ] = ()  # type: ignore[assignment]
-    grammar: Annotated[
-        Path | None,
-        option(
-            STRUCTURE,
-            "--grammar",
-            text="output of the grammar in this file (llguidance's Lark)",
-            metavar="FILE",
-            hidden=True,
-        ),
-    ] = None
-    whitespace: Annotated[
-        str,
-        option(
-            STRUCTURE,
-            "--whitespace",
-            text="whitespace in JSON: compact | spaced | flexible",
-            metavar="NAME",
-            hidden=True,
-        ),
-    ] = Constraint.whitespace
+    json_schema: Path | None = flag(None, STRUCTURE, "JSON that matches the schema in this file", "FILE")
+    json_object: bool = flag(False, STRUCTURE, "any JSON object")
+    regex: str | None = flag(None, STRUCTURE, "output that matches this whole regular expression", "TEXT", hidden=True)
+    choice: list[str] = flag((), STRUCTURE, "one of several outputs; give --choice for each", "TEXT", hidden=True)
+    grammar: Path | None = flag(
+        None, STRUCTURE, "output of the grammar in this file (llguidance's Lark)", "FILE", hidden=True
+    )
+    whitespace: str = flag(
+        Constraint.whitespace, STRUCTURE, "whitespace in JSON: compact | spaced | flexible", "NAME", hidden=True
+    )
 
     def added_to(self, params: SamplingParams) -> SamplingParams:
         """The sampling options with the constraint of these flags, if there is one."""
@@ -527,6 +568,33 @@ class Structure:
                 )
             return params
         return replace(params, constraint=Constraint(**kinds, whitespace=self.whitespace))
+
+
+ARMS = (
+    "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMP], hf, hf-assisted, hf-assisted-tuned[@LENGTH], "
+    "hf-lookup[@LENGTH], llama, llama-lookup[@LENGTH]"
+)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The arms, the repeats and the output of a benchmark."""
+
+    arms: str | None = flag(None, MEASURING, f"arms to compare, separated by commas: {ARMS}", "ARMS")
+    reference: str | None = flag(
+        None, MEASURING, "arm that speed-ups refer to; default: the arm `none`, else the first", "ARM"
+    )
+    batch_sizes: str = batch_sizes_flag()
+    at_once: int | None = flag(
+        None,
+        MEASURING,
+        "prompts per call, more than are decoded together: each that finishes makes room for the next",
+        "N",
+    )
+    repeats: int = repeats_flag()
+    raw: bool = raw_flag()
+    out_folder: Path | None = runs_flag()
+    report: bool = report_flag()
 
 
 Plan = Annotated[

@@ -12,14 +12,13 @@ import typer
 from slipstream.apps.cli.application import (
     as_request,
     command,
-    config_from,
     draft_name,
     gather_prompts,
     load_decoder,
     params_for,
     write_json,
 )
-from slipstream.apps.cli.consoles import TextWriter, err, out, print_text, progress_bar
+from slipstream.apps.cli.consoles import TextWriter, err, out, progress_bar
 from slipstream.apps.cli.flags import (
     AnswerStart,
     Debug,
@@ -52,13 +51,12 @@ if TYPE_CHECKING:
     'cat notes.txt | slipstream generate "Summarize this text."',
     'slipstream generate "A bird, as JSON" --json-object --json -',
 )
-@flags(Models, PromptSource, DecoderConfig, SamplingParams, Structure, also=("n", "logprobs", "prediction"))
+@flags(Models, PromptSource, DecoderConfig, SamplingParams, Structure, also=("n", "logprobs", "prediction", "suffix"))
 def generate_command(
     models: Models,
     source: PromptSource,
     config: DecoderConfig,
     params: SamplingParams,
-    structure: Structure,
     system: System = "",
     answer_start: AnswerStart = "",
     template_kwargs: TemplateKwargs = "{}",
@@ -66,8 +64,6 @@ def generate_command(
     json_file: Json = None,
 ) -> None:
     """Answer a prompt; several prompts run as a batch."""
-    config = config_from(config, models.config_file)
-    params = structure.added_to(params)
     prompts = gather_prompts(source)
     variables = json_object("--chat-template-kwargs", template_kwargs)
     for name, value in (("--system", system), ("--answer-start", answer_start), ("--chat-template-kwargs", variables)):
@@ -77,6 +73,7 @@ def generate_command(
     check_text("--answer-start", answer_start)
     form: FormOptions = {"chat_template_kwargs": variables, "continue_final_message": bool(answer_start)}
     decoder = load_decoder(models, config)
+    params = decoder.reader.own_options(params)
     requests = [as_request(decoder, prompt, system, answer_start) for prompt in prompts]
     if len(prompts) == params.n == 1:
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -146,7 +143,7 @@ def _batch(
     for i, row in enumerate(rows):
         number, k = divmod(i, params.n)
         name = f"{number + 1}.{k + 1}" if params.n > 1 else f"{number + 1}"
-        name += f", seed {row.seed}" if params.temperature else ""
+        name += f", seed {row.seed}" if row.params.temperature else ""
         out.sentence(f"--- {name}: {names[number]}", style="bold")
         report = _report(decoder, row, debug) | {"seed": row.seed}
         if k:
@@ -164,7 +161,9 @@ def _report(decoder: SpeculativeDecoder, row: Row, debug: bool) -> dict[str, Any
     from slipstream.text.results import Stats
 
     text = text_of(row, decoder.tokenizer)
-    print_text(text)
+    writer = TextWriter()
+    writer.write(text)
+    writer.end()
     _show_rounds(decoder, row.rounds, debug)
     details = _report_logprobs(decoder, row.rounds)
     if row.error is not None:

@@ -12,11 +12,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 import typer
@@ -32,7 +33,9 @@ URL = "http://127.0.0.1:8000"  # where `slipstream serve` listens
 KEY = "SLIPSTREAM_API_KEY"  # the variable with the key of a server that needs one
 NO_KEY = "none"  # what clients send that insist on a key
 ANSWER_SECONDS = 5.0  # that a running server may take to answer
+LOADING_SECONDS = 600.0  # that it may take to load a model
 POLL_SECONDS = 0.2
+BATCH_SIZE = 2  # of a server for one agent, which may ask for a title as well; the fewer, the longer its window
 ENDING_SECONDS = 10.0  # that a server may take to end
 _open = build_opener(ProxyHandler({})).open  # a proxy cannot reach a server on this machine
 
@@ -52,7 +55,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Settings:
-    """What makes a client use a server: environment variables, and arguments before the user's."""
+    """The environment variables and leading arguments by which a client uses a server."""
 
     environment: dict[str, str] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
@@ -60,7 +63,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Client:
-    """A coding agent."""
+    """A coding agent that can be launched."""
 
     package: str  # of npm
     prompt_tokens: int  # of its first request, about
@@ -131,26 +134,27 @@ def launch_command(
     client: Annotated[str, typer.Argument(metavar="CLIENT", help="claude, codex or opencode")],
     models: Models,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="for the client, after --")] = None,
-    url: Annotated[str, option("Server", "--url", text="a running server to use", metavar="URL")] = URL,
-    shows: Annotated[bool, option(OUTPUT, "--print", text="print the client's settings and do not run it")] = False,
+    url: Annotated[str, option("Server", "--url", "a running server to use", "URL")] = URL,
+    shows: Annotated[bool, option(OUTPUT, "--print", "print the client's settings and do not run it")] = False,
 ) -> None:
     """Run a coding agent with a model on this machine.
 
-    Uses the server at --url if one runs there and no model is named; else starts one, and ends it with the client. The
-    variable SLIPSTREAM_API_KEY holds the key of a server that needs one.
+    Uses the server at --url if one runs there and serves the model, or none is named; else starts one, and ends it with
+    the client. The variable SLIPSTREAM_API_KEY holds the key of a server that needs one.
     """
     if (agent := CLIENTS.get(client)) is None:
         raise UsageError(f"unknown client {client!r}; allowed: {', '.join(CLIENTS)}{did_you_mean(client, *CLIENTS)}")
     program = shutil.which(client)
     if program is None and not shows:
         raise SlipstreamError(f"{client!r} is not installed; run: npm install -g {agent.package}")
-    names_model = models.target != EMBEDDED or models.draft is not None
-    served = None if names_model else found(url.rstrip("/"))
-    with started(models) if served is None else _running(served) as server:
+    name = None if models.target == EMBEDDED else models.target
+    served = None if models.draft is not None else server_at(url.rstrip("/"), name)
+    with ended_by_signals(), started(models) if served is None else nullcontext(served) as server:
         if server.window < agent.prompt_tokens:
             err.sentence(
                 f"warning: the first request of {client} has about {counted(agent.prompt_tokens, 'token')}, and "
-                f"{server.model} takes {server.window}"
+                f"{server.model} takes {server.window} with its answer; `slipstream serve --max-model-len N "
+                "--max-batch-size 1` may take more, if the model's context and the memory allow it"
             )
         settings = agent.settings(server)
         if shows:
@@ -163,21 +167,43 @@ def launch_command(
 
 
 @contextmanager
-def _running(served: Served) -> Iterator[Served]:
-    yield served
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the command by an exception, so that its client and server end too.
+
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored.
+    """
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def found(url: str) -> Served | None:
-    """The server at an address; None if there is none. SlipstreamError if it refuses to say what it serves."""
-    request = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {os.environ.get(KEY, NO_KEY)}"})
-    if not url.startswith(("http://", "https://")):
+def server_at(url: str, name: str | None = None) -> Served | None:
+    """The server at an address, with its first model or the one of this name, which it loads; None if there is none.
+
+    SlipstreamError if it refuses to say what it serves.
+    """
+    try:
+        address = urlsplit(url)
+        is_address = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:  # brackets, or a port that is none
+        is_address = False
+    if not is_address or " " in url or not url.isprintable():
         raise UsageError(f"--url {url!r}; allowed: an address like {URL}")
     try:
-        with _open(request, timeout=ANSWER_SECONDS) as answer:
-            card = json.load(answer)["data"][0]
-            return Served(url, str(card["id"]), int(card["max_model_len"]))
+        cards = _request(f"{url}/v1/models")["data"]
+        card = next((card for card in cards if name in (None, card["id"])), None)
+        if card is not None and card["max_model_len"] is None:
+            _request(f"{url}/api/generate", {"model": card["id"], "stream": False}, LOADING_SECONDS)
+            card = _request(f"{url}/v1/models/{quote(card['id'])}")
+        return None if card is None else Served(url, str(card["id"]), int(card["max_model_len"]))
     except HTTPError as error:
-        if error.code == 503:  # it is loading, or ending
+        if error.code == 503 and error.url.endswith("/v1/models"):  # it is loading, or ending
             return None
         why = f"needs a key; set {KEY}" if error.code == 401 else f"answered with status {error.code}"
         raise SlipstreamError(f"the server at {url} {why}") from error
@@ -187,14 +213,25 @@ def found(url: str) -> Served | None:
         raise SlipstreamError(f"the server at {url} is not Slipstream's; allowed: --url of another one") from error
 
 
+def _request(url: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS) -> Any:
+    """A server's answer to a request, which has a body if it is a POST."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"authorization": f"Bearer {os.environ.get(KEY, NO_KEY)}", "content-type": "application/json"}
+    with _open(Request(url, data, headers), timeout=timeout) as answer:
+        return json.load(answer)
+
+
 @contextmanager
 def started(models: Models) -> Iterator[Served]:
     """A server of these models on a free port, until the block ends."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    words = ["--target", models.target, "--port", str(port)]
+    words = ["--target", models.target, "--port", str(port), "--log-format", "text"]  # its last line is shown
     words += [] if models.draft is None else ["--draft", models.draft]
-    words += [] if models.config_file is None else ["--config", str(models.config_file)]
+    if models.config_file is None:
+        words += ["--max-batch-size", str(BATCH_SIZE)]
+    else:
+        words += ["--config", str(models.config_file)]
     err.sentence(f"starting a server of {models.target}")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -207,10 +244,10 @@ def started(models: Models) -> Iterator[Served]:
                 start_new_session=True,  # Ctrl-C is for the client
             )
         try:
-            while (served := found(f"http://127.0.0.1:{port}")) is None:
+            while (served := server_at(f"http://127.0.0.1:{port}")) is None:
                 if process.poll() is not None:
                     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                    raise SlipstreamError("".join(lines[-1:]) or "the server has ended")
+                    raise SlipstreamError("".join(lines[-1:]).removeprefix("error: ") or "the server has ended")
                 time.sleep(POLL_SECONDS)
             yield served
         finally:

@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from slipstream.apps.cli.application import SETTINGS, app, quiet_libraries, write_json
+from slipstream.apps.cli.application import SETTINGS, app, write_json
 from slipstream.apps.cli.command_classes import Command, Group
 from slipstream.apps.cli.consoles import err, out
 from slipstream.apps.cli.flags import NAMED, Json
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.weights.model_files import EMBEDDED
+from slipstream.models.weights.model_files import EMBEDDED, quiet
+from slipstream.models.weights.named_models import named_model, short_names
 
 models_app = typer.Typer(cls=Group, rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)
 app.add_typer(models_app, name="models", help="List, download and remove models; check that two fit together.")
@@ -28,18 +29,22 @@ PAIRS = (
     ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
 )
 UNITS = (("year", 365 * 86400), ("month", 30 * 86400), ("day", 86400), ("hour", 3600), ("minute", 60))
-Name = Annotated[str, typer.Argument(help=f"{EMBEDDED} or a hub id, such as Qwen/Qwen3-0.6B", metavar="NAME")]
+PULLED = (
+    f"short name, such as qwen3:4b, OWNER/REPO:Q4_K_M for a GGUF file, or a hub id; {EMBEDDED} is the default model"
+)
+Name = Annotated[str, typer.Argument(help=PULLED, metavar="NAME")]
 
 
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context, json_file: Json = None) -> None:
-    """List the models on this machine, in Slipstream's and Hugging Face's caches, and pairs that fit together.
+    """List the models on this machine, in Slipstream's and Hugging Face's caches, short names, and pairs that fit.
 
     Packed ones are matrices of GGUF files, made when such a file was loaded; removing them loses nothing but time.
+    Unfinished ones are downloads that were interrupted; pulling the model continues them.
     """
     if context.invoked_subcommand is not None:
         return
-    quiet_libraries()
+    quiet()
     from slipstream.models.weights.stored_models import stored_models
 
     stored = stored_models()
@@ -48,33 +53,54 @@ def models(context: typer.Context, json_file: Json = None) -> None:
     width = max(len(name) for name, *_ in (("NAME",), *lines))
     for name, num_bytes, modified, place in (("NAME", "SIZE", "MODIFIED", "CACHE"), *lines):
         out.print(f"{name:{width}}  {num_bytes:>7}  {modified:15}  {place}", soft_wrap=True)
+    _print_short_names()
     other = "" if stored else f", in addition to {EMBEDDED}, the default"
     err.sentence(f"\nPairs for --model and --draft that fit together{other}:")
     width = max(len(target) for target, _ in PAIRS)
     for target, draft in PAIRS:
         err.print(f"  {target:{width}}  {draft}", soft_wrap=True)
     err.sentence("`slipstream models pull NAME` downloads a model, `slipstream models rm NAME` removes it.")
-    write_json(json_file, {"models": [m.to_dict() for m in stored], "pairs": [list(pair) for pair in PAIRS]})
+    report = {"models": [m.to_dict() for m in stored], "pairs": [list(pair) for pair in PAIRS]}
+    names = [{**asdict(named), "gigabytes_needed": named.gigabytes_needed} for named in short_names().values()]
+    write_json(json_file, {**report, "names": names})
+
+
+def _print_short_names() -> None:
+    """Print the table of short names, each with its draft model and whether this machine's memory is large enough."""
+    from slipstream.models.cpu.processor import memory_bytes
+
+    memory = (memory_bytes() or 0) / 1e9
+    lines = [("NAME", "SIZE", "DRAFT MODEL", "NEEDS", "FITS HERE")]
+    for named in short_names().values():
+        fits = "unknown" if not memory else "yes" if named.gigabytes_needed <= memory else "no"
+        needed = f"{named.gigabytes_needed:.0f} GB"
+        lines.append((named.name, size(round(named.gigabytes * 1e9)), named.draft or "-", needed, fits))
+    err.sentence(f"\nShort names for --model, downloaded when first used (memory here: {memory:.0f} GB):")
+    for name, num_bytes, draft, needed, fits in lines:
+        err.print(f"  {name:18}  {num_bytes:>7}  {draft:18}  {needed:>5}  {fits}", soft_wrap=True)
 
 
 @models_app.command(cls=Command, context_settings=SETTINGS)
 def pull(name: Name, json_file: Json = None) -> None:
-    """Download a model, so that it can be used offline."""
+    """Download a model, so that it can be used offline; with a short name, its draft model as well."""
     from slipstream.models.weights.stored_models import pull_model
 
     folder = pull_model(name)
     err.print(f"{name} is in {folder}", soft_wrap=True)
+    named = named_model(name)
+    if named is not None and named.draft is not None:
+        err.print(f"{named.draft}, its draft model, is in {pull_model(named.draft)}", soft_wrap=True)
     write_json(json_file, {"name": name, "folder": str(folder)})
 
 
 @models_app.command(cls=Command, context_settings=SETTINGS)
 def rm(name: Annotated[str, typer.Argument(help="a name from `slipstream models`")], json_file: Json = None) -> None:
     """Remove a model from the disk."""
-    quiet_libraries()
+    quiet()
     from slipstream.models.weights.stored_models import remove_model
 
     model = remove_model(name)
-    err.print(f"removed {name} ({size(model.num_bytes)}) from {model.folder}", soft_wrap=True)
+    err.print(f"removed {model.name} ({size(model.num_bytes)}) from {model.folder}", soft_wrap=True)
     write_json(json_file, {"removed": model.to_dict()})
 
 
@@ -93,7 +119,7 @@ def check(
     """
     if err.is_terminal:
         err.sentence(f"reading {target} and {draft} ...", style="dim")
-    quiet_libraries()
+    quiet()
     if _check_as_head(target, draft, text, json_file):
         return
     from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
@@ -126,14 +152,14 @@ def _check_as_head(target: str, draft: str, text: Path | None, json_file: Path |
     err.sentence(f"loading {target} and trying {draft} on a sample ...", style="dim")
     loaded = load(target, options)
     head = load_head(files, loaded, options)
-    tried = agreement(head, loaded)
-    write_json(json_file, {"target": target, "draft": draft, **({} if tried is None else asdict(tried))})
+    trial = agreement(head, loaded)
+    write_json(json_file, {"target": target, "draft": draft, **({} if trial is None else asdict(trial))})
     line = (
         f"draft head {draft!r} fits {target!r}; its guesses were not tried"
-        if tried is None
-        else tried.line(draft, target)
+        if trial is None
+        else trial.line(draft, target)
     )
-    out.print(("Works badly: " if tried and tried.is_warning else "Works: ") + line, soft_wrap=True)
+    out.print(("Works badly: " if trial and trial.is_warning else "Works: ") + line, soft_wrap=True)
     return True
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from slipstream.apps.cli.application import command, load_decoder, write_json
 from slipstream.apps.cli.consoles import err, out
-from slipstream.apps.cli.flags import MODELS, NAMED, DraftModel, Json, Models, flags, option
+from slipstream.apps.cli.flags import MODELS, NAMED, Json, Models, draft_flag, flag, flags
 from slipstream.checks import read_json
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 
 if TYPE_CHECKING:
     from slipstream.bench.speed_formula import Accepted
-    from slipstream.draft_length.costs import CostModel
 
 PAPER, GRID = "Costs on paper", "What is predicted"
 
@@ -27,11 +26,8 @@ PAPER, GRID = "Costs on paper", "What is predicted"
 class Measured:
     """A pair of models whose costs are measured."""
 
-    target: Annotated[
-        str | None,
-        option(MODELS, "-m", "--target", "--model", text=f"predict for this target: {NAMED}", metavar="MODEL"),
-    ] = None
-    draft: DraftModel = None
+    target: str | None = flag(None, MODELS, f"predict for this target: {NAMED}", "MODEL", names="-m --target --model")
+    draft: str | None = draft_flag()
 
 
 def read_size(text: str | float) -> float:
@@ -42,46 +38,29 @@ def read_size(text: str | float) -> float:
     return float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}[match[2]]
 
 
-def _size(name: str, text: str) -> Any:
-    return option(PAPER, name, text=text, metavar="NUMBER", parser=read_size)
-
-
 @dataclass(frozen=True)
 class OnPaper:
     """A pair of models and a machine, described by numbers."""
 
-    target_params: Annotated[float, _size("--target-params", "parameters of the target, e.g. 8b or 8e9")] = 0.0
-    draft_params: Annotated[float, _size("--draft-params", "parameters of the draft model; 0: drafts cost nothing")] = (
-        0.0
+    target_params: float = flag(0.0, PAPER, "parameters of the target, e.g. 8b or 8e9", "NUMBER", parser=read_size)
+    draft_params: float = flag(
+        0.0, PAPER, "parameters of the draft model; 0: drafts cost nothing", "NUMBER", parser=read_size
     )
-    bandwidth: Annotated[float, _size("--bandwidth", "memory bandwidth of the machine in bytes/s, e.g. 100g")] = 0.0
-    flops: Annotated[float, _size("--flops", "its FLOP/s, e.g. 10t")] = 0.0
+    bandwidth: float = flag(
+        0.0, PAPER, "memory bandwidth of the machine in bytes/s, e.g. 100g", "NUMBER", parser=read_size
+    )
+    flops: float = flag(0.0, PAPER, "its FLOP/s, e.g. 10t", "NUMBER", parser=read_size)
 
 
 @dataclass(frozen=True)
 class Grid:
     """The predicted lengths and batch sizes, and the acceptance they are based on."""
 
-    alpha: Annotated[
-        float | None,
-        option(GRID, "--alpha", text="acceptance per token, independent of position", metavar="NUMBER", min=0, max=1),
-    ] = None
-    stats: Annotated[
-        Path | None,
-        option(
-            GRID, "--stats", text="or the acceptance of a run: bench's folder, or compare's --json file", metavar="RUN"
-        ),
-    ] = None
-    arm: Annotated[
-        str | None, option(GRID, "--arm", text="the arm in that folder, if several draft", metavar="ARM")
-    ] = None
-    length: Annotated[
-        list[int],
-        option(GRID, "--length", text="draft length; may be given several times; default: 1 to 8", metavar="N", min=1),
-    ] = ()  # type: ignore[assignment]
-    batch: Annotated[
-        list[int], option(GRID, "--batch", text="rows decoded together; may be given several times", metavar="N", min=1)
-    ] = ()  # type: ignore[assignment]
+    alpha: float | None = flag(None, GRID, "acceptance per token, independent of position", "NUMBER", min=0, max=1)
+    stats: Path | None = flag(None, GRID, "or the acceptance of a run: bench's folder, or compare's --json file", "RUN")
+    arm: str | None = flag(None, GRID, "the arm in that folder, if several draft", "ARM")
+    length: list[int] = flag((), GRID, "draft length; may be given several times; default: 1 to 8", "N", min=1)
+    batch: list[int] = flag((), GRID, "rows decoded together; may be given several times", "N", min=1)
 
 
 EXAMPLE = OnPaper(target_params=8e9, draft_params=5e8, bandwidth=1e12, flops=1e14)
@@ -112,12 +91,15 @@ def simulate_command(
         paper = EXAMPLE
     _refuse_two_sources(config, measured, paper)
     from slipstream.apps.cli.tables import simulation_table
-    from slipstream.bench.speed_formula import independent, simulate, table_of
+    from slipstream.bench.speed_formula import independent, roofline, simulate, table_of
     from slipstream.draft_length.costs import STEP
 
     alpha = EXAMPLE_ALPHA if grid.alpha is None else grid.alpha
     accepted = independent(alpha) if grid.stats is None else _recorded(grid.stats, grid.arm)
-    costs = _costs(config, measured, paper)
+    if measured.target is None:
+        costs = roofline(paper.target_params, paper.draft_params, paper.bandwidth, paper.flops)
+    else:
+        costs = load_decoder(Models(measured.target, measured.draft), config).costs
     lengths = grid.length or [n for n in USUAL_LENGTHS if n <= len(accepted)]
     batches = grid.batch or [1 << n for n in range(costs.max_batch_size.bit_length())]
     simulation = simulate(costs, accepted, lengths, batches)
@@ -150,14 +132,6 @@ def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPape
     for name in ("bandwidth", "flops"):
         if paper.target_params != 0 and getattr(paper, name) == 0:
             raise UsageError(f"--target-params without --{name}; allowed: with --bandwidth NUMBER and --flops NUMBER")
-
-
-def _costs(config: DecoderConfig, measured: Measured, paper: OnPaper) -> CostModel:
-    from slipstream.bench.speed_formula import roofline
-
-    if measured.target is None:
-        return roofline(paper.target_params, paper.draft_params, paper.bandwidth, paper.flops)
-    return load_decoder(Models(measured.target, measured.draft), config).costs
 
 
 def _recorded(path: Path, arm: str | None) -> Accepted:

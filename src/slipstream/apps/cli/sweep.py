@@ -6,22 +6,21 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
 
-from slipstream.apps.cli.application import command, config_from, prompt_set
-from slipstream.apps.cli.bench import BenchOptions, run_arms
+from slipstream.apps.cli.application import command, prompt_set
 from slipstream.apps.cli.flags import (
     MEASURING,
+    BenchOptions,
     Json,
     Models,
-    OutFolder,
     PromptChoice,
-    Raw,
-    Repeats,
-    Report,
+    flag,
     flags,
-    option,
+    raw_flag,
     read_batch_sizes,
+    repeats_flag,
+    report_flag,
+    runs_flag,
 )
 from slipstream.config import DecoderConfig
 from slipstream.drafters import preferred
@@ -29,24 +28,19 @@ from slipstream.errors import UsageError
 from slipstream.models.weights.model_files import NO_DRAFT
 from slipstream.sampling.params import SamplingParams
 
-DRAFTERS = "drafters, separated by commas; default: the decoder's own"
-TEMPERATURES = "temperatures, separated by commas, e.g. 0,0.8"
-Ranges = Annotated[str, option(MEASURING, "--lengths", text="draft lengths, e.g. 0-8 or 0,1,2,4,8", metavar="RANGES")]
-Size = Annotated[int, option(MEASURING, "--batch-size", text="prompts decoded together", metavar="N", min=1)]
-
 
 @dataclass(frozen=True)
 class SweepOptions:
     """The settings that the sweep varies, and its repeats and output."""
 
-    drafters: Annotated[str, option(MEASURING, "--drafters", text=DRAFTERS, metavar="NAMES")] = ""
-    lengths: Ranges = "0-8"
-    temperatures: Annotated[str, option(MEASURING, "--temperatures", text=TEMPERATURES, metavar="NUMBERS")] = "0"
-    batch_size: Size = 1
-    repeats: Repeats = 3
-    raw: Raw = False
-    report: Report = False
-    out_folder: OutFolder = None
+    drafters: str = flag("", MEASURING, "drafters, separated by commas; default: the decoder's own", "NAMES")
+    lengths: str = flag("0-8", MEASURING, "draft lengths, e.g. 0-8 or 0,1,2,4,8", "RANGES")
+    temperatures: str = flag("0", MEASURING, "temperatures, separated by commas, e.g. 0,0.8", "NUMBERS")
+    batch_size: int = flag(1, MEASURING, "prompts decoded together", "N", min=1)
+    repeats: int = repeats_flag()
+    raw: bool = raw_flag()
+    report: bool = report_flag()
+    out_folder: Path | None = runs_flag()
 
 
 @command(
@@ -55,7 +49,7 @@ class SweepOptions:
     "slipstream sweep --drafters ngram,suffix --lengths 0-4,8",
     "slipstream sweep --temperatures 0,0.8 --out runs/sweep --report",
 )
-@flags(Models, PromptChoice, SweepOptions, DecoderConfig, SamplingParams, max_tokens=64)
+@flags(Models, PromptChoice, SweepOptions, DecoderConfig, SamplingParams, measures=True, max_tokens=64)
 def sweep_command(
     models: Models,
     choice: PromptChoice,
@@ -69,7 +63,6 @@ def sweep_command(
     Also prints where speculation does not pay off. Plain decoding is length 0 and always measured. Exit code 1 if a
     lossless setting's output differs by more than a tie, or if a setting failed.
     """
-    config = config_from(config, models.config_file)
     if config.num_draft_tokens != "auto":
         raise UsageError(f"--num-draft-tokens {config.num_draft_tokens} names one length; allowed: --lengths")
     if params.temperature != SamplingParams().temperature:
@@ -95,7 +88,8 @@ def sweep_command(
         names.append(f"none~{temperature}")
         names += [f"{drafter}@{n}~{temperature}" for drafter in drafters for n in sorted(lengths)]
     batches = read_batch_sizes(str(options.batch_size), config.max_batch_size)
-    more = vars(options)
-    shared = {name: more[name] for name in ("repeats", "raw", "report")}
-    shared["out_folder"] = options.out_folder or Path("runs") / f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
-    run_arms(",".join(names), prompt_set(choice), batches, (models, config, params), BenchOptions(**shared), json_file)
+    folder = options.out_folder or Path("runs") / f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
+    shared = BenchOptions(repeats=options.repeats, raw=options.raw, report=options.report, out_folder=folder)
+    from slipstream.apps.cli.measuring import run_arms
+
+    run_arms(",".join(names), prompt_set(choice), batches, (models, config, params), shared, json_file)

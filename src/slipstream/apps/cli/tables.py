@@ -12,11 +12,12 @@ from rich.text import Text
 
 from slipstream.apps.cli.consoles import Stream
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
-from slipstream.bench.result_tables import Cell, Row, TerminalTable
+from slipstream.bench.result_tables import Cell, Row
 from slipstream.bench.result_tables import Table as ResultTable
 from slipstream.bench.speed_formula import Simulation
 from slipstream.certificate.checks import Check
 from slipstream.certificate.parity import verdict
+from slipstream.checks import counted
 from slipstream.text.detokenizer import TextStream
 from slipstream.text.prompt_sets import titles
 from slipstream.text.results import Result
@@ -80,10 +81,10 @@ def side_by_side(comparison: Comparison, tokenizer: Tokenizer, width: int) -> Re
     return table
 
 
-def comparison_table(comparisons: Sequence[Comparison]) -> TerminalTable:
+def comparison_table(comparisons: Sequence[Comparison]) -> ResultTable:
     """One line per prompt."""
     arms = [*([HF] if HF in comparisons[0].runs else []), PLAIN, SPECULATIVE]
-    figures = ("speed-up", "acceptance\nrate", "tokens per\nforward")
+    figures = ("speed-up", "estimated\nspeed-up", "acceptance\nrate", "tokens per\nforward")
     texts = ("text", "HF's text") if HF in arms else ("text",)
     columns = ("prompt", *(f"{arm}\ntok/s" for arm in arms), *figures, *texts)
     rows = []
@@ -93,10 +94,12 @@ def comparison_table(comparisons: Sequence[Comparison]) -> TerminalTable:
         assert run.result is not None
         stats = run.result.stats
         row = [name, *(f"{comparison.runs[arm].tokens_per_second:.1f}" for arm in arms)]
-        row += [f"{comparison.speed_up(SPECULATIVE):.2f}x", percent(stats.acceptance_rate)]
+        estimate = comparison.estimate
+        about = "" if estimate is None else f"{estimate.estimated:.2f}x ({100 * estimate.error:+.0f} %)"
+        row += [f"{comparison.speed_up(SPECULATIVE):.2f}x", about, percent(stats.acceptance_rate)]
         row += [f"{stats.block_efficiency:.2f}", verdict(run.difference)]
         rows.append([*row, verdict(comparison.runs[HF].difference)] if HF in arms else row)
-    return TerminalTable(ResultTable("", columns, rows, words=texts, optional=("acceptance\nrate",)))
+    return ResultTable("", columns, rows, words=texts, optional=("estimated\nspeed-up", "acceptance\nrate"))
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
@@ -109,6 +112,10 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     if stats["num_draft_tokens"]:
         accepted = f"{stats['acceptance_rate']:.0%} of {stats['num_draft_tokens']} drafted tokens accepted"
         lines.append(f"{accepted}, {stats['block_efficiency']:.2f} tokens per forward")
+    if estimate := summary.get("estimate"):
+        errors = f"{estimate['median_error']:.1%} (median), {estimate['largest_error']:.1%} at most"
+        of = counted(estimate["prompts"], "prompt")
+        lines.append(f"the planner's estimate of the speed-up is off by {errors}, over {of}, prompts' reading left out")
     if batch := summary.get(BATCH):
         size = min(batch["rows"], batch["max_batch_size"])
         speed = f"{batch['tokens_per_second']:.1f} tok/s, {batch['speed_up']:.2f}x one by one"
@@ -132,7 +139,7 @@ def _verdicts(counts: dict[str, Any]) -> str:
     return f"{counts['identical']} of {total} texts identical{more}"
 
 
-def certificate(checks: Sequence[Check]) -> TerminalTable:
+def certificate(checks: Sequence[Check]) -> ResultTable:
     """One line per check."""
     tones: dict[str, Any] = {"pass": "good", "FAIL": "bad", "not applicable": "faint"}
     rows: list[Row] = [
@@ -140,10 +147,10 @@ def certificate(checks: Sequence[Check]) -> TerminalTable:
         for check in checks
     ]
     columns = ("check", "result", "evidence", "seconds")
-    return TerminalTable(ResultTable("", columns, rows, words=("result", "evidence"), optional=("seconds",)))
+    return ResultTable("", columns, rows, words=("result", "evidence"), optional=("seconds",))
 
 
-def simulation_table(simulation: Simulation) -> TerminalTable:
+def simulation_table(simulation: Simulation) -> ResultTable:
     """Speed-ups by draft length, a column per batch."""
     columns = ("draft\nlength", "tokens per\nforward", *(f"batch\n{batch}" for batch in simulation.best))
     rows: list[Row] = []
@@ -157,4 +164,4 @@ def simulation_table(simulation: Simulation) -> TerminalTable:
                 cells.append(Cell(f"{value:.2f}x-", tone="slower") if value < 1 else Cell(f"{value:.2f}x "))
         rows.append(cells)
     title = "predicted speed-up over plain decoding (* best, - slower)"
-    return TerminalTable(ResultTable(title, columns, rows))
+    return ResultTable(title, columns, rows)

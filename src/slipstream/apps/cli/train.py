@@ -8,21 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.apps.cli.application import (
     announce_loading,
     command,
     interruptible,
     load_decoder,
-    quiet_libraries,
     write_json,
 )
 from slipstream.apps.cli.consoles import clock_time, err, out, progress_bar
-from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Target, check_folder, flags, option
+from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, check_folder, flag, flags, target_flag
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.errors import UsageError
-from slipstream.models.weights.model_files import EMBEDDED
+from slipstream.models.weights.model_files import quiet
 
 if TYPE_CHECKING:
     from slipstream.training.training_job import Show, TrainingJob, TrainingProgress
@@ -42,44 +41,28 @@ CHOSEN = (
 class TrainOptions:
     """The target, the data and the time limits of a training."""
 
-    target: Target = EMBEDDED
-    prompts: Annotated[
-        Path | None,
-        option(
-            PROMPTS,
-            "--prompts",
-            text="prompts that the target answers, one per line, or .jsonl with prompts or texts; default: it invents "
-            "them from its chat template",
-            metavar="FILE",
-        ),
-    ] = None
-    tokens: Annotated[
-        str, option(TRAINING, "--tokens", text="tokens of texts to make, e.g. 500k or 2M", metavar="NUMBER")
-    ] = "2M"
-    hours: Annotated[
-        float,
-        option(
-            TRAINING,
-            "--hours",
-            text="time in all once the model is loaded, at most half of it for the texts",
-            metavar="NUMBER",
-        ),
-    ] = 3.0
-    steps: Annotated[
-        int | None,
-        option(TRAINING, "--steps", text="training steps; default: ten passes over the texts", metavar="N", min=1),
-    ] = None
-    seed: Annotated[int, option(TRAINING, "--seed", text="random seed", metavar="N", min=0)] = 0
-    out_folder: Annotated[
-        Path | None,
-        option(
-            OUTPUT,
-            "--out",
-            text="folder of the head (needed); a training that was interrupted there continues",
-            metavar="FOLDER",
-            callback=check_folder("--out"),
-        ),
-    ] = None
+    target: str = target_flag()
+    prompts: Path | None = flag(
+        None,
+        PROMPTS,
+        "prompts that the target answers, one per line, or .jsonl with prompts or texts; default: it invents them from "
+        "its chat template",
+        "FILE",
+    )
+    tokens: str = flag("2M", TRAINING, "tokens of texts to make, e.g. 500k or 2M", "NUMBER")
+    hours: float = flag(
+        3.0, TRAINING, "time in all once the model is loaded, at most half of it for the texts", "NUMBER"
+    )
+    steps: int | None = flag(None, TRAINING, "training steps; default: ten passes over the texts", "N", min=1)
+    seed: int = flag(0, TRAINING, "random seed", "N", min=0)
+    out_folder: Path | None = flag(
+        None,
+        OUTPUT,
+        "folder of the head (needed); a training that was interrupted there continues",
+        "FOLDER",
+        names="--out",
+        callback=check_folder("--out"),
+    )
 
 
 @command(
@@ -123,7 +106,7 @@ def _job(options: TrainOptions) -> TrainingJob:
     tokens = _number(options.tokens)
     if not 0 < options.hours < float("inf"):
         raise UsageError(f"--hours {options.hours:g}; allowed: a number above 0")
-    quiet_libraries()
+    quiet()
     from slipstream.models.loaded import is_toy
     from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
     from slipstream.training.texts import refuse_without_template
@@ -153,9 +136,9 @@ def _number(text: str) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Show]:
-    """A function that shows the stage, the progress, the time left and the latest judgement of the head.
+    """A function that shows the stage, the progress, the time left and the latest judgment of the head.
 
-    On a terminal it redraws one line; elsewhere it prints a line at first, every minute, and for each judgement.
+    On a terminal it redraws one line; elsewhere it prints a line at first, every minute, and for each judgment.
     """
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 
@@ -172,22 +155,22 @@ def _progress() -> Iterator[Show]:
 
         def show(progress: TrainingProgress) -> None:
             nonlocal last_news, last_line
-            judgement = "" if progress.latest is None else _judgement(progress.latest)
+            judgment = "" if progress.latest is None else _judgment(progress.latest)
             how_far = f"{progress.completed} of {progress.total} {progress.unit}"
             time_left = f"at most {clock_time(progress.seconds_left)} left"
             if err.is_terminal:
-                description = ", ".join(filter(None, (how_far, time_left, judgement)))
+                description = ", ".join(filter(None, (how_far, time_left, judgment)))
                 completed, total = progress.completed, progress.total
                 bar.update(task, doing=progress.doing, completed=completed, total=total, description=description)
-            elif judgement != last_news or monotonic() - last_line >= LOG_SECONDS:
-                news = f"{progress.doing}: {how_far}" if judgement == last_news else judgement
+            elif judgment != last_news or monotonic() - last_line >= LOG_SECONDS:
+                news = f"{progress.doing}: {how_far}" if judgment == last_news else judgment
                 err.sentence(", ".join(filter(None, (news, time_left))))
-                last_news, last_line = judgement, monotonic()
+                last_news, last_line = judgment, monotonic()
 
         yield show
 
 
-def _judgement(latest: dict[str, Any]) -> str:
+def _judgment(latest: dict[str, Any]) -> str:
     loss = "" if latest["loss"] is None else f"loss {latest['loss']:.2f}, "
     speed = f"estimated {latest['tokens_per_second']:.0f} tokens/s, {latest['plain']:.0f} without"
     return f"step {latest['step']}: {loss}{latest['tokens_per_round']:.2f} tokens per round, {speed}"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
@@ -17,7 +17,6 @@ from rich.text import Text
 
 from slipstream.apps.cli.application import (
     command,
-    config_from,
     draft_name,
     interruptible,
     load_decoder,
@@ -29,27 +28,27 @@ from slipstream.apps.cli.flags import (
     MEASURING,
     MODELS,
     OUTPUT,
-    BatchSizes,
-    ConfigFile,
     Json,
     Models,
     PromptChoice,
-    Raw,
-    Target,
+    batch_sizes_flag,
     check_folder,
+    config_flag,
+    flag,
     flags,
-    option,
+    raw_flag,
     read_batch_sizes,
+    target_flag,
 )
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.weights.model_files import EMBEDDED, NO_DRAFT
+from slipstream.models.weights.model_files import NO_DRAFT
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.bench.records import Header
-    from slipstream.bench.tuning.advice import Advice, Tuned
+    from slipstream.bench.tuning.advice import Tuned
     from slipstream.bench.tuning.search import SearchSpace, ShowProgress
 
 
@@ -57,29 +56,16 @@ if TYPE_CHECKING:
 class TuneOptions:
     """The candidates, the time limit and the output."""
 
-    target: Target = EMBEDDED
-    draft: Annotated[
-        list[str], option(MODELS, "--draft", text="draft model to try; may be given several times", metavar="MODEL")
-    ] = ()  # type: ignore[assignment]
-    config_file: ConfigFile = None
-    batch_sizes: BatchSizes = "1"
-    longest: Annotated[
-        int, option(MEASURING, "--longest", text="longest draft to consider", metavar="N", min=1, max=MAX_DRAFT_TOKENS)
-    ] = 8
-    budget: Annotated[
-        float, option(MEASURING, "--budget", text="seconds for measuring, without loading", metavar="SECONDS")
-    ] = 300.0
-    raw: Raw = False
-    out_folder: Annotated[
-        Path | None,
-        option(
-            OUTPUT, "--out", text="new folder; default: runs/tune-...", metavar="FOLDER", callback=check_folder("--out")
-        ),
-    ] = None
-
-    @property
-    def drafts(self) -> list[str]:
-        return list(self.draft)
+    target: str = target_flag()
+    draft: list[str] = flag((), MODELS, "draft model to try; may be given several times", "MODEL")
+    config_file: Path | None = config_flag()
+    batch_sizes: str = batch_sizes_flag()
+    longest: int = flag(8, MEASURING, "longest draft to consider", "N", min=1, max=MAX_DRAFT_TOKENS)
+    budget: float = flag(300.0, MEASURING, "seconds for measuring, without loading", "SECONDS")
+    raw: bool = raw_flag()
+    out_folder: Path | None = flag(
+        None, OUTPUT, "new folder; default: runs/tune-...", "FOLDER", names="--out", callback=check_folder("--out")
+    )
 
 
 @command(
@@ -88,7 +74,7 @@ class TuneOptions:
     "slipstream tune --prompt-file prompts.jsonl --budget 600",
     "slipstream generate --config runs/tune-.../slipstream.json ...",
 )
-@flags(TuneOptions, PromptChoice, DecoderConfig, SamplingParams, max_tokens=64)
+@flags(TuneOptions, PromptChoice, DecoderConfig, SamplingParams, measures=True, max_tokens=64)
 def tune_command(
     options: TuneOptions, choice: PromptChoice, config: DecoderConfig, params: SamplingParams, json_file: Json = None
 ) -> None:
@@ -98,16 +84,20 @@ def tune_command(
     the result as a configuration for --config and as settings for vLLM, SGLang and llama.cpp. Exit code 1 if a
     candidate failed or its output differs from plain decoding's by more than a tie.
     """
-    config = config_from(config, options.config_file)
-    _refuse_fixed_settings(config, options.budget)
-    if NO_DRAFT in options.drafts:
+    if not 0 < options.budget < float("inf"):
+        raise UsageError(f"--budget {options.budget:g}; allowed: a number of seconds above 0")
+    if config.drafter != "auto":
+        raise UsageError(f"--drafter {config.drafter}; allowed: auto, as tune chooses the drafter")
+    if config.num_draft_tokens != "auto":
+        raise UsageError(f"--num-draft-tokens {config.num_draft_tokens}; allowed: auto with tune; see --longest")
+    if NO_DRAFT in options.draft:
         raise UsageError(f"--draft {NO_DRAFT}; allowed: draft models; drafting without one is measured as well")
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)
     params = replace(params, seed=params.seed or 0)
     named = prompt_set(choice)
     from slipstream.apps.cli.measuring import command_line
     from slipstream.bench.plan import groups, name_prompts
-    from slipstream.bench.records import make_header, start
+    from slipstream.bench.records import FILE, exists, make_header, read_records, start
     from slipstream.bench.tuning.advice import tune
     from slipstream.bench.tuning.search import Budget, Meter, SearchSpace, candidates
     from slipstream.core.acceptance import load_rule
@@ -119,12 +109,16 @@ def tune_command(
         groups(prompts, batch)  # refuses a batch larger than the prompts
     folder = options.out_folder or Path("runs") / f"tune-{datetime.now():%Y%m%d-%H%M%S}"
     check_folder("--out")(folder)  # the default one, too
-    _refuse_used(folder)
-    with interruptible(lambda: _what_is_saved(folder)):
-        models = Models(options.target, options.drafts[0] if options.drafts else None)
+    if exists(folder) and read_records(folder)[1]:
+        raise UsageError(
+            f"--out {str(folder)!r} already holds runs; allowed: another folder; to start over: "
+            f"rm -r {shlex.quote(str(folder))}"
+        )
+    with interruptible(lambda: _what_is_saved(folder / FILE)):
+        models = Models(options.target, options.draft[0] if options.draft else None)
         decoder = load_decoder(models, config)
         names = {"target": models.target, "draft": draft_name(models, decoder)}
-        drafts = options.drafts or [draft for draft in (names["draft"],) if draft]  # what the target brings
+        drafts = options.draft or [draft for draft in (names["draft"],) if draft]  # what the target brings
         space = SearchSpace(decoder, drafts, params, chat=not options.raw)
         arms = [space.plain, *map(space.arm, candidates(drafts, options.longest))]
         settings = {"reference": space.plain.name, "batch_sizes": batches, "chat": not options.raw}
@@ -137,25 +131,14 @@ def tune_command(
     _finish(tuned, space, folder, header, json_file)
 
 
-def _refuse_fixed_settings(config: DecoderConfig, budget: float) -> None:
-    """Refuse a useless budget, and settings that fix what tune must find."""
-    if not 0 < budget < float("inf"):
-        raise UsageError(f"--budget {budget:g}; allowed: a number of seconds above 0")
-    if config.drafter != "auto":
-        raise UsageError(f"--drafter {config.drafter}; allowed: auto, as tune chooses the drafter")
-    if config.num_draft_tokens != "auto":
-        raise UsageError(f"--num-draft-tokens {config.num_draft_tokens}; allowed: auto with tune; see --longest")
-
-
 def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json_file: Path | None) -> None:
     """Print and write the advice; SlipstreamError if a candidate failed."""
     from slipstream.bench.records import FILE
-    from slipstream.bench.result_tables import TerminalTable
-    from slipstream.bench.tuning.advice import advice_table, positions
+    from slipstream.bench.tuning.advice import advice_table, needs_draft, positions
     from slipstream.bench.tuning.engine_settings import write_files
 
     for advice in tuned.advice:
-        out.print(TerminalTable(advice_table(advice)))
+        out.print(advice_table(advice))
     for advice in tuned.advice:
         out.sentence(advice.sentence)
         if advice.best is not None:
@@ -167,20 +150,16 @@ def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json
     advice_files = list(zip(tuned.advice, early, strict=True))
     config = space.lineup.decoder.config
     paths = write_files(folder, advice_files, config, int(header.settings["longest"]), result)
-    out.print(f"use it: {_command(tuned.advice[0], header, folder)}", soft_wrap=True)
+    words = ["slipstream", "generate", "--model", str(header.settings["target"])]
+    best = tuned.advice[0].best
+    if best is not None and needs_draft(best.candidate):
+        words += ["--draft", str(best.candidate.draft)]
+    command_line = shlex.join([*words, "--config", str(folder / "slipstream.json")])
+    out.print(f"use it: {command_line}", soft_wrap=True)
     err.sentence(f"in {folder}: {', '.join([FILE, *(path.name for path in paths)])}")
     write_json(json_file, result)
     for advice, failed in tuned.wrong:
         raise SlipstreamError(f"{failed.name}, batch {advice.batch}: {failed.lost}")
-
-
-def _command(advice: Advice, header: Header, folder: Path) -> str:
-    from slipstream.bench.tuning.advice import needs_draft
-
-    words = ["slipstream", "generate", "--model", str(header.settings["target"])]
-    if advice.best is not None and needs_draft(advice.best.candidate):
-        words += ["--draft", str(advice.best.candidate.draft)]
-    return shlex.join([*words, "--config", str(folder / "slipstream.json")])
 
 
 class _TimeLeft(ProgressColumn):
@@ -209,18 +188,6 @@ def _watched(budget: float) -> Iterator[ShowProgress]:
         yield show_progress
 
 
-def _what_is_saved(folder: Path) -> str:
-    from slipstream.bench.records import FILE
-
-    saved = f"finished runs are saved in {folder / FILE}" if (folder / FILE).exists() else "nothing was measured yet"
+def _what_is_saved(runs: Path) -> str:
+    saved = f"finished runs are saved in {runs}" if runs.exists() else "nothing was measured yet"
     return f"{saved}; there is no advice yet: an interrupted race cannot continue, so start over with another --out"
-
-
-def _refuse_used(folder: Path) -> None:
-    from slipstream.bench.records import exists, read_records
-
-    if exists(folder) and read_records(folder)[1]:
-        raise UsageError(
-            f"--out {str(folder)!r} already holds runs; allowed: another folder; to start over: "
-            f"rm -r {shlex.quote(str(folder))}"
-        )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from slipstream import drafters
 from slipstream.apps.cli.application import (
     command,
-    config_from,
     demo_data,
     draft_name,
     load_decoder,
@@ -18,7 +17,7 @@ from slipstream.apps.cli.application import (
     write_json,
 )
 from slipstream.apps.cli.consoles import out, progress_bar
-from slipstream.apps.cli.flags import MEASURING, Json, Models, PromptChoice, flags, option
+from slipstream.apps.cli.flags import MEASURING, Json, Models, PromptChoice, flag, flags
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.models.weights.model_files import NO_DRAFT
@@ -35,13 +34,8 @@ if TYPE_CHECKING:
 class Extent:
     """The length of the compared outputs and the time limit."""
 
-    max_tokens: Annotated[
-        int, option(MEASURING, "--max-tokens", text="tokens per compared output", metavar="N", min=1)
-    ] = 48
-    budget: Annotated[
-        float,
-        option(MEASURING, "--budget", text="target time in seconds; outputs are shortened", metavar="SECONDS", min=1),
-    ] = 120.0
+    max_tokens: int = flag(48, MEASURING, "tokens per compared output", "N", min=1)
+    budget: float = flag(120.0, MEASURING, "target time in seconds; outputs are shortened", "SECONDS", min=1)
 
 
 @command(
@@ -58,8 +52,12 @@ def verify_command(
 
     Exit code 1 if any check fails.
     """
-    config = config_from(config, models.config_file)
-    prompts = _prompts(choice)
+    if choice.prompt_file is None:
+        demo = [NamedPrompt(item["prompt"], item["category"]) for item in demo_data()]
+        categories = list(choice.category)
+        prompts = chosen_prompts(demo, "the demonstration's prompts", categories=categories, limit=choice.limit)
+    else:
+        prompts = prompt_set(choice)
     alone = _target_alone(models, config, prompts)
     decoder = load_decoder(models, config)
     checks = _run(decoder, prompts, extent, None if decoder.draft is None else alone)
@@ -97,14 +95,6 @@ def _target_alone(models: Models, config: DecoderConfig, prompts: list[NamedProm
         from slipstream.certificate.checks import target_logits
 
         return target_logits(decoder, prompts)
-
-
-def _prompts(choice: PromptChoice) -> list[NamedPrompt]:
-    """The prompts of a file, or the demonstration's."""
-    if choice.prompt_file is not None:
-        return prompt_set(choice)
-    demo = [NamedPrompt(item["prompt"], item["category"]) for item in demo_data()]
-    return chosen_prompts(demo, "the demonstration's prompts", categories=list(choice.category), limit=choice.limit)
 
 
 def _run(

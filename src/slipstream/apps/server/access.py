@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from pathlib import Path
+from time import monotonic
 from urllib.parse import quote, urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.apps.server.error_objects import ApiError, shortened
+from slipstream.apps.server.error_objects import OVERLOADED, ApiError, as_api_error, error_answer, shortened
+from slipstream.apps.server.live_request import LiveRequest
+from slipstream.apps.server.server_log import log_request
 from slipstream.apps.server.server_settings import REQUEST_SECONDS, ServerSettings, is_address
-from slipstream.checks import why_unreadable
+from slipstream.checks import counted, why_unreadable
 from slipstream.errors import UsageError
 
 log = logging.getLogger("slipstream.server")
@@ -33,6 +35,8 @@ PAGE = "/page/"
 ENDLESS = "/v1/slipstream/events"  # its GET never ends, so HEAD is not served through it
 MIN_KEY_LENGTH = 8
 UNNAMED = "sha256:"  # prefix of the name given to the owner of an unnamed key
+BUSY = (429, 503, OVERLOADED)  # statuses of a server that has too much to do, is loading or is ending
+CLIENT_LEFT = 499  # status of an answer that no client has waited for
 
 
 @dataclass(frozen=True)
@@ -104,16 +108,25 @@ class KeyFile:
         self._version, self._keys = self._current_version(), ApiKeys.read(file)
 
     def keys(self) -> ApiKeys:
-        if (version := self._current_version()) != self._version:
-            self._version = version
-            try:
-                self._keys = ApiKeys.read(self._file)
-                log.info("--api-key-file %r is read again: %d keys", self._file, len(self._keys.digests))
-            except UsageError as error:
-                log.error("%s; the earlier keys stay in use", error)
+        if self._current_version() != self._version:
+            self.read_again()
         return self._keys
 
+    def read_again(self) -> None:
+        """Replace the keys by those that the file has now, if they are valid; the log says what has happened."""
+        if not self._file:
+            log.warning("there is no --api-key-file to read again")
+            return
+        self._version = self._current_version()
+        try:
+            self._keys = ApiKeys.read(self._file)
+            log.info("--api-key-file %r is read again: %s", self._file, counted(len(self._keys.digests), "key"))
+        except UsageError as error:
+            log.error("%s; the earlier keys stay in use", error)
+
     def _current_version(self) -> tuple[int, ...]:
+        if not self._file:  # else it would be the current folder
+            return ()
         try:
             status = Path(self._file).expanduser().stat()
         except OSError:
@@ -121,11 +134,62 @@ class KeyFile:
         return status.st_mtime_ns, status.st_size, status.st_ino
 
 
+class _Answer:
+    """An answer that is sent: counted, given the header that forbids browsers to guess types, and logged at its end.
+
+    The reason of a refusal or failure, and the request if it has reached the engine, are in `scope["state"]`.
+    """
+
+    def __init__(self, scope: Scope, send: Send, count: Count) -> None:
+        self._scope, self._send, self._count = scope, send, count
+        self._method, self._begun = scope["method"], monotonic()
+        self._is_logged = False
+        self.status = 0  # 0 until it is sent
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
+            self.status = message["status"]
+            self._count(self._scope, self.status)
+        elif not message.get("more_body", False):
+            self.log()
+        await self._send(message)
+
+    def log(self) -> None:
+        """Log the request unless that has been done."""
+        if self._is_logged:
+            return
+        self._is_logged = True
+        state, status = self._scope["state"], self.status or CLIENT_LEFT
+        live: LiveRequest | None = state.get("live")
+        reason = state.get("refusal") or (None if live is None else live.failure)
+        owner = state.get("owner", "")
+        fields = {
+            "id": live and live.id,
+            "method": self._method,
+            "path": shortened(quote(self._scope["path"])),  # without the query, which may have a key
+            "status": status,
+            "model": live and live.model,
+            "key": "unnamed" if owner.startswith(UNNAMED) else owner or None,
+            "client": state["client"],
+            **({} if live is None else live.figures()),
+            "seconds": round(monotonic() - self._begun, 3),
+            "reason": reason,
+        }
+        if live is None and reason is None:  # the engine does not see these: health, metrics, the page
+            level = logging.DEBUG
+        elif status in BUSY:
+            level = logging.WARNING
+        else:
+            level = logging.ERROR if status >= 500 else logging.INFO
+        log_request(fields, level)
+
+
 class Access:
     """An ASGI layer that passes requests to an app or refuses them.
 
     It adds two names to `scope["state"]`: `owner`, of the key, and `caller`, by which callers take turns: the owner, or
-    the client's address if there are no keys. It logs the reason that a refusal leaves there as `refusal`.
+    the client's address if there are no keys.
     count: see `Count`.
     """
 
@@ -137,23 +201,28 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD" and scope["path"] != ENDLESS:
-            scope = {**scope, "method": "GET"}  # uvicorn still sees HEAD and sends no body
         state = scope.setdefault("state", {})
         state["client"] = self._client(scope)
+        scope = _in_origin_form(scope)
+        answer = _Answer(scope, send, self._count)
+        if scope["method"] == "HEAD" and scope["path"] != ENDLESS:
+            scope["method"] = "GET"  # uvicorn still sees HEAD and sends no body
         try:
-            scope = _in_origin_form(scope)
             state["owner"] = self._check(scope)
             state["caller"] = state["owner"] or state["client"]
-        except ApiError as error:
-            state["refusal"] = error.message
-            response = error.response(scope["path"])
-            # without these headers the browser would hide the answer from the page
-            for origin in filter(self._is_listed, _headers(scope, b"origin")):
-                response.headers.update({"access-control-allow-origin": origin, "vary": "Origin"})
-            await response(scope, receive, self._counting_send(scope, send))
-            return
-        await self._app(scope, self._bounded_receive(receive), self._counting_send(scope, send))
+            await self._app(scope, self._bounded_receive(receive), answer.send)
+        except Exception as error:
+            refusal = as_api_error(error)
+            if answer.status == 0:
+                response = error_answer(scope, refusal)
+                if _has_two_lengths(scope):
+                    response.headers["connection"] = "close"
+                # without these headers the browser would hide the answer from the page
+                for origin in filter(self._is_listed, _headers(scope, b"origin")):
+                    response.headers.update({"access-control-allow-origin": origin, "vary": "Origin"})
+                await response(scope, receive, answer.send)
+        finally:
+            answer.log()
 
     def _bounded_receive(self, receive: Receive) -> Receive:
         """A `receive` that raises if a body is too large or does not arrive in time."""
@@ -177,31 +246,11 @@ class Access:
 
         return receiving
 
-    def _counting_send(self, scope: Scope, send: Send) -> Send:
-        """A `send` that counts answers, logs refusals, and adds the header that forbids browsers to guess types."""
-
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
-                self._count(scope, message["status"])
-                state = scope["state"]
-                if "refusal" in state:
-                    log.info(
-                        "request method=%s endpoint=%s status=%d client=%s key=%s reason=%s",
-                        scope["method"],
-                        shortened(quote(scope["path"])),  # without the query, which may have a key
-                        message["status"],
-                        json.dumps(state["client"]),
-                        key_name(state.get("owner", "")),
-                        json.dumps(state["refusal"]),
-                    )
-            await send(message)
-
-        return sending
-
     def _check(self, scope: Scope) -> str:
         if scope["http_version"] not in ("1.0", "1.1"):  # the preface of HTTP/2 looks like a request
             raise ApiError(505, f"HTTP/{scope['http_version']} is not served; allowed: HTTP/1.1")
+        if _has_two_lengths(scope):  # a proxy may read the other one, and take a part of the body for a request
+            raise ApiError(400, "content-length with transfer-encoding; allowed: one of them")
         host = self._check_host(_headers(scope, b"host"))
         path: str = scope["path"]
         is_page = path == "/" or path.startswith(PAGE)
@@ -234,7 +283,7 @@ class Access:
         return origin in self._settings.allowed_origin
 
     def _client(self, scope: Scope) -> str:
-        """The client's address: that of the connection, or the one that the last trusted proxy names."""
+        """The client's address: the connection's, or the one that the last trusted proxy names."""
         client = str((scope.get("client") or [""])[0])
         names = [name.strip() for header in _headers(scope, b"x-forwarded-for") for name in header.split(",")]
         while names and is_address(client) and any(ip_address(client) in network for network in self._proxies):
@@ -259,18 +308,11 @@ class Access:
         return host
 
 
-def key_name(owner: str) -> str:
-    """A key's name in the log: its owner's name in quotes, or a digest, which helps to tell unnamed keys apart."""
-    if owner.startswith(UNNAMED):
-        return "unnamed"
-    return json.dumps(owner, ensure_ascii=False) if owner else "none"
-
-
 def _in_origin_form(scope: Scope) -> Scope:
     """The request with a path, even if its target is a whole URL, whose host then counts (RFC 9112, section 3.2.2)."""
     scheme, separator, rest = scope["path"].partition("://")
     if not separator or scheme.lower() not in ("http", "https"):
-        return scope
+        return dict(scope)
     host, _, path = rest.partition("/")
     headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
     raw_path = b"/" + scope["raw_path"].partition(b"://")[2].partition(b"/")[2]
@@ -280,6 +322,10 @@ def _in_origin_form(scope: Scope) -> Scope:
         "raw_path": raw_path,
         "headers": [*headers, (b"host", host.encode("utf-8", "replace"))],
     }
+
+
+def _has_two_lengths(scope: Scope) -> bool:
+    return bool(_headers(scope, b"transfer-encoding")) and bool(_headers(scope, b"content-length"))
 
 
 def _host_name(host: str) -> str:

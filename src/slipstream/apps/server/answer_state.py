@@ -1,6 +1,4 @@
-"""One text of an answer as it grows, and what answers share: usage, speculative statistics, timings, rounds and
-receipts.
-"""
+"""One choice of an answer as it grows, and reports that all forms of answers share: usage, timings, rounds, receipt."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,9 +71,14 @@ class ChoiceState:
     def take(self, event: Event) -> Piece | None:
         """Note an event; returns what it added to the answer. ApiError if the row failed."""
         if isinstance(event, Committed):
+            round, self.last = event.round, event.time
             self.first = self.first or event.time
-            self.last = event.time
-            return self._commit(event.round, event.text)
+            self.rounds.append(round)
+            if round.finish_reason == "error":
+                return None  # the end of the job brings the error
+            self.text += event.text
+            self.finish_reason = round.finish_reason
+            return Piece(self.job.choice, event.text, round.tokens, round.logprobs, round, round.finish_reason)
         if isinstance(event, Started):
             self.cached, self.started = event.cached, event.time
         elif isinstance(event, Scored):
@@ -86,14 +89,6 @@ class ChoiceState:
             self.finish_reason = event.reason
             return Piece(self.job.choice, "", finish_reason=event.reason)
         return None
-
-    def _commit(self, round: Round, text: str) -> Piece | None:
-        self.rounds.append(round)
-        if round.finish_reason == "error":
-            return None  # the end of the job brings the error
-        self.text += text
-        self.finish_reason = round.finish_reason
-        return Piece(self.job.choice, text, round.tokens, round.logprobs, round, round.finish_reason)
 
 
 def _failure(event: Ended, limits: str | None) -> ApiError:
@@ -114,10 +109,13 @@ class ModelFacts:
     source: Callable[[Round], str]  # names the drafter of a round
     lossless: bool  # all texts have the target's distribution
     tokenizer: Tokenizer | None  # a copy for the event loop alone
+    family: str = "unknown"  # transformers' name of the architecture
+    format: str = "safetensors"  # of its files
+    sees_images: bool = False
 
     @classmethod
     def of(cls, decoder: SpeculativeDecoder, name: str) -> ModelFacts:
-        """The facts of a decoder. name: under which it is served, "" for the target's own, without its folders."""
+        """The facts of a decoder that is served as `name`; "" means the target's own name without its folders."""
         name = name or without_folders(decoder.target.name)
         if not name.isprintable():  # JSON cannot hold the bytes of a path that are not UTF-8
             raise UsageError(
@@ -130,6 +128,9 @@ class ModelFacts:
             partial(source_of, decoder.drafter_name, decoder.traits.needs_cost_model),
             decoder.lossless,
             copy.deepcopy(decoder.tokenizer),
+            str(getattr(getattr(decoder.target.model, "config", None), "model_type", "") or "unknown"),
+            "gguf" if decoder.target.source.endswith(".gguf") else "safetensors",
+            not isinstance(decoder.target.vision, str),
         )
 
     def token_bytes(self, token: int) -> bytes | None:
@@ -179,12 +180,11 @@ class Share:
 def shares(round: Round, facts: ModelFacts) -> list[Share]:
     """Each source's share of a round: the request's prediction, and the drafter. Forced tokens have no source."""
     unforced = round.without_forced
-    predicted = unforced.num_prediction_tokens or 0
-    parts = [
-        Share(PREDICTION, predicted, min(predicted, unforced.num_accepted_tokens)),
-        Share("", unforced.num_draft_tokens - predicted, max(0, unforced.num_accepted_tokens - predicted)),
-    ]
-    return [replace(part, source=part.source or facts.source(unforced)) for part in parts if part.drafted]
+    predicted, accepted = unforced.num_prediction_tokens or 0, unforced.num_accepted_tokens
+    parts = [Share(PREDICTION, predicted, min(predicted, accepted))] if predicted else []
+    if drafted := unforced.num_draft_tokens - predicted:
+        parts.append(Share(facts.source(unforced), drafted, max(0, accepted - predicted)))
+    return parts
 
 
 def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
@@ -225,6 +225,7 @@ def speculative_decoding(rounds: Sequence[Round], *, is_detailed: bool) -> dict[
         "num_accepted_draft_tokens": stats.num_accepted_tokens,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_spec_steps": len(rounds),
+        "estimated_speed_up": stats.estimated_speed_up,
     } | (steps if is_detailed else {})
 
 
@@ -247,16 +248,22 @@ def timings(choice: ChoiceState) -> dict[str, Any]:
 def shown_round(piece: Piece, index: int, facts: ModelFacts) -> dict[str, Any]:
     """A round as the page shows it: every token with its origin, and what the round cost.
 
-    The source of an accepted token is "prediction" or a drafter; that of the round is its drafter.
+    The source of an accepted token is "prediction" or a drafter; the source of the round is its drafter.
     """
     round = piece.round
     assert round is not None
     unforced, drafters = round.without_forced, shares(round, facts)
     seconds = asdict(round.seconds)
     total = seconds.pop("total")
+    accepted = iter([share.source for share in drafters for _ in range(share.accepted)])
     tokens = [
-        {"id": token, "text": facts.token_text(token), "origin": origin, "source": source}
-        for token, origin, source in zip(round.tokens, round.origins, _sources(round, drafters), strict=True)
+        {
+            "id": token,
+            "text": facts.token_text(token),
+            "origin": origin,
+            "source": next(accepted) if origin == "accepted" else None,
+        }
+        for token, origin in zip(round.tokens, round.origins, strict=True)
     ]
     return {
         "tokens": tokens,
@@ -271,12 +278,6 @@ def shown_round(piece: Piece, index: int, facts: ModelFacts) -> dict[str, Any]:
             "seconds": seconds | {"overhead": max(0.0, total - sum(seconds.values()))},
         },
     }
-
-
-def _sources(round: Round, drafters: Sequence[Share]) -> list[str | None]:
-    """The source that drafted each committed token; None for tokens that were not drafted."""
-    accepted = iter([share.source for share in drafters for _ in range(share.accepted)])
-    return [next(accepted) if origin == "accepted" else None for origin in round.origins]
 
 
 def receipt(choice: ChoiceState, facts: ModelFacts) -> dict[str, Any]:

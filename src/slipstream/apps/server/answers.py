@@ -1,4 +1,4 @@
-"""Writers of answers, whole or streamed; those of OpenAI's chat and completion objects."""
+"""Writers of answers, whole or streamed: their bases, and those of chat and text completions."""
 
 from __future__ import annotations
 
@@ -88,15 +88,21 @@ class AnswerWriter(ABC):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer besides those that all have."""
+        """Further headers of this form of answer."""
         return {}
 
     def report(self) -> dict[str, Any]:
-        """The statistics of drafts; None for several texts, of which no client could tell the shares."""
-        drafting = None
+        """The statistics of drafts, and the seeds of sampled texts.
+
+        The statistics are None for several texts, whose shares no client could tell apart.
+        """
+        rows, drafting = [choice.job.row for choice in self.choices], None
         if len(self.choices) == 1:
             drafting = speculative_decoding(self.choices[0].rounds, is_detailed=self.shows_rounds)
-        return {"metrics": {"speculative_decoding": drafting}}
+        report: dict[str, Any] = {"metrics": {"speculative_decoding": drafting}}
+        if rows[0].params.temperature:
+            report["slipstream"] = {"seed": rows[0].seed} if len(rows) == 1 else {"seeds": [row.seed for row in rows]}
+        return report
 
 
 class OpenAIWriter(AnswerWriter):
@@ -126,9 +132,9 @@ class OpenAIWriter(AnswerWriter):
     def failure(self, error: ApiError) -> bytes:
         return event(encoded(error.body()))
 
-    def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
-        """The part of a chunk that opens a choice, before its first token; None if this form has none."""
-        return None
+    def opening(self, choice: ChoiceState) -> list[dict[str, Any]]:
+        """The part of a chunk that opens a choice, before its first token, if this form has one."""
+        return []
 
     @abstractmethod
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
@@ -147,33 +153,31 @@ class OpenAIWriter(AnswerWriter):
         parts: list[dict[str, Any]] = []
         if choice.started is not None and event.choice not in self._started:
             self._started.add(event.choice)
-            opening = self.opening(choice)
-            parts += [] if opening is None else [opening]
-        if piece is not None:
-            new = self.parts(choice, piece)
-            if self.shows_rounds or piece.finish_reason is not None:
-                return self._with_reports(choice, piece, parts, new)
-            parts += new
-        return [self._chunk(part) for part in parts]
-
-    def _with_reports(
-        self, choice: ChoiceState, piece: Piece, earlier: list[dict[str, Any]], new: list[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """The chunks of a piece, the last with reports on its round, on a finished choice, and on the answer."""
-        shows_round = self.shows_rounds and piece.round is not None
-        if not new and shows_round:
-            new = [self.empty_part(choice)]
-        chunks = [self._chunk(part) for part in (*earlier, *new)]
-        if not new:
-            return chunks
-        chunk = chunks[-1]
-        if shows_round:
-            chunk["slipstream"] = shown_round(piece, len(choice.rounds) - 1, self.facts)
-        if self.shows_rounds and piece.finish_reason is not None:
-            chunk["slipstream"] = chunk.get("slipstream", {}) | {"receipt": receipt(choice, self.facts)}
-        if all(other.finish_reason is not None for other in self.choices):
-            chunk |= self.report()
+            parts += self.opening(choice)
+        if piece is None:
+            return [self._chunk(part) for part in parts]
+        new = self.parts(choice, piece)
+        if self.shows_rounds and piece.round is not None:
+            new = new or [self.empty_part(choice)]
+        chunks = [self._chunk(part) for part in (*parts, *new)]
+        if new:
+            self._add_reports(chunks[-1], choice, piece)
         return chunks
+
+    def _add_reports(self, chunk: dict[str, Any], choice: ChoiceState, piece: Piece) -> None:
+        """Add reports to a piece's last chunk: on its round, on a choice that it finishes, and on the whole answer."""
+        shown: dict[str, Any] = {}
+        if self.shows_rounds and piece.round is not None:
+            shown = shown_round(piece, len(choice.rounds) - 1, self.facts)
+        if self.shows_rounds and piece.finish_reason is not None:
+            shown["receipt"] = receipt(choice, self.facts)
+        if shown:
+            chunk["slipstream"] = shown
+        if piece.finish_reason is not None and all(other.finish_reason is not None for other in self.choices):
+            reports = self.report()
+            if "slipstream" in reports:
+                reports["slipstream"] |= shown
+            chunk |= reports
 
     @abstractmethod
     def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
@@ -185,11 +189,15 @@ class OpenAIWriter(AnswerWriter):
     def whole(self) -> dict[str, Any]:
         answer: dict[str, Any] = self._head | {"object": self.whole_kind}
         answer["choices"] = [self.whole_choice(choice) for choice in self.choices]
+        if self.return_ids:
+            for shown, choice in zip(answer["choices"], self.choices, strict=True):
+                shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
         answer["usage"] = usage(self.choices, self._n)
         answer |= self.report()
         if self.shows_rounds:
             receipts = [receipt(choice, self.facts) for choice in self.choices]
-            answer["slipstream"] = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
+            shown = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
+            answer["slipstream"] = answer.get("slipstream", {}) | shown
         return answer
 
     def report(self) -> dict[str, Any]:
@@ -210,7 +218,7 @@ class OpenAIWriter(AnswerWriter):
 
 @dataclass(frozen=True)
 class AnswerMessage:
-    """A finished answer."""
+    """The parts of a finished answer, joined by kind."""
 
     thought: str
     text: str
@@ -230,33 +238,30 @@ class PartReader:
         self._choice, self._num_calls = choice, 0
         self._several = not isinstance(fields, ChatFields) or fields.parallel_tool_calls is not False
 
-    def feed(self, piece: Piece) -> list[AnswerPiece]:
-        """The parts that a piece of the answer completes."""
+    def read(self, piece: Piece) -> list[AnswerPiece]:
+        """The parts that a piece of the answer completes: the last piece completes all.
+
+        If the request wants one call, only the first of several is among them.
+        """
         if self._reader is None:
             return [AnswerPiece("text", piece.text, piece.text)] if piece.text else []
-        return self._parts(self._reader, self._reader.push(piece.tokens))
-
-    def end(self) -> list[AnswerPiece]:
-        """The remaining parts of a finished choice."""
-        return [] if self._reader is None else self._parts(self._reader, self._reader.end())
+        pieces = list(self._reader.push(piece.tokens))
+        if piece.finish_reason is not None:
+            pieces += self._reader.end()
+        self._choice.thought_tokens = self._reader.num_thought_tokens
+        parts = []
+        for part in pieces:
+            self._num_calls += part.call is not None
+            if part.text or (part.call is not None and (self._several or self._num_calls == 1)):
+                parts.append(part)
+        return parts
 
     def message(self) -> AnswerMessage:
-        """A finished choice of which nothing was fed."""
-        if self._reader is None:
-            return AnswerMessage("", self._choice.text, ())
-        parts = self._parts(self._reader, self._reader.push(self._choice.token_ids)) + self.end()
+        """The whole answer of a finished choice whose pieces were not read one by one."""
+        choice = self._choice
+        parts = self.read(Piece(choice.job.choice, choice.text, tuple(choice.token_ids), finish_reason="stop"))
         calls = tuple(part.call for part in parts if part.call is not None)
         return AnswerMessage(joined(parts, "thought"), joined(parts, "text"), calls)
-
-    def _parts(self, reader: AnswerReader, pieces: Sequence[AnswerPiece]) -> list[AnswerPiece]:
-        """The pieces that are shown: of several calls the first, if the request wants one."""
-        self._choice.thought_tokens = reader.num_thought_tokens
-        parts = []
-        for piece in pieces:
-            self._num_calls += piece.call is not None
-            if piece.text or (piece.call is not None and (self._several or self._num_calls == 1)):
-                parts.append(piece)
-        return parts
 
 
 class MessageWriter(AnswerWriter):
@@ -283,10 +288,7 @@ class MessageWriter(AnswerWriter):
             self.has_begun = True
             items += self.begin()
         if piece is not None:
-            parts = self.reader.feed(piece)
-            if piece.finish_reason is not None:
-                parts += self.reader.end()
-            for part in parts:
+            for part in self.reader.read(piece):
                 items += self.part(part)
             if piece.finish_reason is not None:
                 items += self.end()
@@ -315,7 +317,7 @@ class MessageWriter(AnswerWriter):
 
 
 def shown_call(call: ToolCall, prefix: str, index: int) -> dict[str, Any]:
-    """A call as OpenAI's object. prefix: of its id, unless the model gave it one; index: among those of its answer."""
+    """A call as OpenAI's object. prefix, index: of the id that it gets if the model gave it none."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id or f"call_{prefix}_{index}", "type": "function", "function": function}
 
@@ -331,7 +333,7 @@ def thought_fields(thought: str) -> dict[str, Any]:
 
 
 class ChatWriter(OpenAIWriter):
-    """Writes chat completions."""
+    """Writes chat completions; the thoughts and calls of an answer have fields of their own."""
 
     prefix = "chatcmpl-"
     whole_kind = "chat.completion"
@@ -342,14 +344,13 @@ class ChatWriter(OpenAIWriter):
         self._readers = [PartReader(choice, fields, facts) for choice in self.choices]
         self._num_calls = [0] * len(self.choices)  # sent in chunks
 
-    def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
-        return self._choice(choice, {"role": "assistant", "content": ""})
+    def opening(self, choice: ChoiceState) -> list[dict[str, Any]]:
+        return [self._choice(choice, {"role": "assistant", "content": ""})]
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
         """New text, with its log-probabilities; tool calls never come in the chunk with finish_reason."""
-        reader = self._readers[piece.choice]
         reason: str | None = piece.finish_reason
-        parts = reader.feed(piece) + (reader.end() if reason is not None else [])
+        parts = self._readers[piece.choice].read(piece)
         text, thought = (joined(parts, kind) for kind in ("text", "thought"))
         calls = []
         for call in [part.call for part in parts if part.call is not None]:
@@ -388,8 +389,6 @@ class ChatWriter(OpenAIWriter):
             prefix = self._call_prefix(choice)
             shown["message"]["tool_calls"] = [shown_call(c, prefix, i) for i, c in enumerate(message.calls)]
             shown["finish_reason"] = "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
-        if self.return_ids:
-            shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
         return shown
 
     def _call_prefix(self, choice: ChoiceState) -> str:
@@ -410,18 +409,6 @@ class ChatWriter(OpenAIWriter):
         return {"token": self.token_name(token), "logprob": logprob, "bytes": None if data is None else list(data)}
 
 
-class _CharacterCount:
-    """Counts the characters of a text, token by token; a character counts with its last byte."""
-
-    def __init__(self) -> None:
-        self.characters = 0
-        self._decoder = getincrementaldecoder("utf-8")("replace")
-
-    def add(self, text: bytes) -> None:
-        """Count the characters that a token completes."""
-        self.characters += len(self._decoder.decode(text))
-
-
 class CompletionWriter(OpenAIWriter):
     """Writes text completions. prompts: each choice's prompt as text, to be echoed; empty for no echo."""
 
@@ -432,7 +419,8 @@ class CompletionWriter(OpenAIWriter):
         super().__init__(live, fields, facts)
         self._echo, self._logprobs_wanted = bool(fields.echo), fields.logprobs is not None
         self.prompts: list[str] = [""] * len(live.jobs)
-        self._offsets = [_CharacterCount() for _ in live.jobs]
+        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in live.jobs]
+        self._offsets = [0] * len(live.jobs)  # characters so far; one of several tokens counts with its last byte
         self._opened: set[int] = set()
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
@@ -456,10 +444,7 @@ class CompletionWriter(OpenAIWriter):
         shown = self._choice(choice, self.prompts[index] * self._echo + choice.text, choice.finish_reason)
         if self._logprobs_wanted:
             logprobs = [entry for round in choice.rounds for entry in round.logprobs or ()]
-            self._offsets[index] = _CharacterCount()
             shown["logprobs"] = self._logprobs(choice, self._prompt_entries(choice) if self._echo else [], logprobs)
-        if self.return_ids:
-            shown |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
         return shown
 
     def _choice(self, choice: ChoiceState, text: str, reason: str | None = None) -> dict[str, Any]:
@@ -473,14 +458,14 @@ class CompletionWriter(OpenAIWriter):
         self, choice: ChoiceState, prompt: Sequence[TokenLogprobs | int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        offset = self._offsets[choice.job.choice]
+        index = choice.job.choice
         for entry in (*prompt, *logprobs):
             token = entry if isinstance(entry, int) else entry.token_id
             columns["tokens"].append(self.token_name(token))
             columns["token_logprobs"].append(None if isinstance(entry, int) else entry.logprob)
             columns["top_logprobs"].append(None if isinstance(entry, int) else self._top(entry))
-            columns["text_offset"].append(offset.characters)
-            offset.add(self.facts.added_bytes(token))
+            columns["text_offset"].append(self._offsets[index])
+            self._offsets[index] += len(self._decoders[index].decode(self.facts.added_bytes(token)))
         return columns
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:

@@ -6,17 +6,10 @@ uvicorn closes only connections that are idle after an answer. It calls `sweep` 
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 HEAD_SECONDS = 20.0  # that the head of a request may take beyond the time that an idle connection stays open
-
-
-@dataclass(frozen=True)
-class _Seen:
-    state: tuple[Any, ...]
-    since: float
 
 
 class ConnectionSweep:
@@ -28,7 +21,7 @@ class ConnectionSweep:
     def __init__(self, max_connections: int, idle_seconds: float, stalled_seconds: float) -> None:
         self._max_connections, self._stalled_seconds = max_connections, stalled_seconds
         self._head_seconds = idle_seconds + HEAD_SECONDS
-        self._seen: dict[Any, _Seen] = {}
+        self._seen: dict[Any, tuple[object, float]] = {}  # the state of each connection, and since when it has it
 
     def sweep(self, connections: Set[Any], now: float) -> None:
         """Check all connections, uvicorn's `H11Protocol`. now: seconds on a monotonic clock."""
@@ -38,13 +31,14 @@ class ConnectionSweep:
             cycle, is_unread = connection.cycle, connection.flow.write_paused
             lacks_head = cycle is None or cycle.response_complete
             state = (cycle, lacks_head, is_unread)
-            seen = before.get(connection)
-            seen = self._seen[connection] = seen if seen and seen.state == state else _Seen(state, now)
+            last_state, since = before.get(connection, (state, now))
+            since = since if last_state == state else now
+            self._seen[connection] = state, since
             patience = self._head_seconds if lacks_head else self._stalled_seconds if is_unread else inf
-            if now - seen.since > patience:
+            if now - since > patience:
                 connection.transport.abort()
             elif lacks_head or cycle.more_body:
                 waiting.append(connection)
-        waiting.sort(key=lambda connection: self._seen[connection].since)
+        waiting.sort(key=lambda connection: self._seen[connection][1])
         for connection in waiting[: max(0, len(connections) - self._max_connections)]:
             connection.transport.abort()

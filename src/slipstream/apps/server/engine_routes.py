@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from time import monotonic
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.responses import StreamingResponse
 
 from slipstream.apps.server.answer_state import without_folders
 from slipstream.apps.server.answers import HEADERS, encoded, event
-from slipstream.apps.server.error_objects import refused, validation_error
-from slipstream.apps.server.openai_routes import service_of, until_gone
+from slipstream.apps.server.error_objects import refused, validated
+from slipstream.apps.server.openai_routes import models_of, until_gone
 from slipstream.apps.server.schemas import (
     ChatFields,
     CompletionFields,
@@ -24,7 +24,7 @@ from slipstream.apps.server.schemas import (
     TokenId,
     answers,
 )
-from slipstream.apps.server.service import Service
+from slipstream.apps.server.served_models import ServedModels
 from slipstream.certificate.parity import first_difference
 from slipstream.version import __version__
 
@@ -41,40 +41,41 @@ class ReplayFields(Fields):
 
 
 @router.get("/state")
-async def state(http: Request) -> dict[str, Any]:
+async def state(http: Request, model: str | None = None) -> dict[str, Any]:
     """Rows in progress, speed, acceptance, where the time goes, the queue, and the models."""
-    return engine_state(service_of(http))
+    return engine_state(models_of(http), model)
 
 
 @router.get("/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
-async def events(http: Request) -> Response:
+async def events(http: Request, model: str | None = None) -> Response:
     """The state, once per second, as server-sent events."""
-    service = service_of(http)
-    service.check_ready()
+    served = models_of(http)
+    served.answering(model)
 
     async def states() -> AsyncIterator[bytes]:
-        while service.state == "ready":
-            yield event(encoded(engine_state(service)))
+        while served.state == "ready":
+            yield event(encoded(engine_state(served, model)))
             await asyncio.sleep(INTERVAL_SECONDS)
 
     return StreamingResponse(states(), media_type="text/event-stream", headers=HEADERS)
 
 
-def engine_state(service: Service) -> dict[str, Any]:
-    """The report of `/state` and `/events`."""
-    service.check_ready()
-    decoder = service.decoder
-    max_rows = decoder.config.max_batch_size
+def engine_state(served: ServedModels, model: str | None) -> dict[str, Any]:
+    """The report of `/state` and `/events` on a model, the first one by default."""
+    service = served.answering(model)
+    decoder = service.loaded.decoder if service.state == "loaded" else None
+    facts = service.known_facts
     return service.engine_status.state(service.totals.fold()) | {
         "waiting": service.num_waiting,
         "queue": {"waiting": service.num_waiting, "most": service.settings.max_queued_requests},
-        "places": {"taken": service.engine_status.num_running, "most": max_rows},
-        "model": service.facts.name,
-        "draft": None if decoder.draft is None else without_folders(decoder.draft.name),
-        "drafter": without_folders(decoder.drafter_name),
-        "fingerprint": service.facts.fingerprint,
-        "reproducible": service.facts.reproducible,
-        "max_model_len": service.rows.max_model_len,
+        "places": {"taken": service.engine_status.num_running, "most": decoder and decoder.config.max_batch_size},
+        "model": service.names[0],
+        "models": {other.names[0]: other.state for other in served.services},
+        "draft": without_folders(decoder.draft.name) if decoder and decoder.draft else None,
+        "drafter": decoder and without_folders(decoder.drafter_name),
+        "fingerprint": facts and facts.fingerprint,
+        "reproducible": facts and facts.reproducible,
+        "max_model_len": facts and service.limits.window,
         "version": __version__,
     }
 
@@ -82,17 +83,17 @@ def engine_state(service: Service) -> dict[str, Any]:
 @router.post("/replay", response_model=None, responses=answers(ReplayResult))
 async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
     """Run a request again without drafting, and compare token ids."""
-    service = service_of(http)
-    service.check_ready()
-    again = _plain(fields)
-    service.check_model(again)
-    service.count_ignored(fields)
-    live = service.enter(http.scope["path"], cast(str, http.state.owner), again.cache_salt, http.state.caller)
+    served = models_of(http)
+    served.check_ready()
+    request = _plain(fields)
+    service = served.choose(request)
+    live = http.state.live = service.enter(http.state.owner, request.cache_salt, http.state.caller)
     try:
-        writer = await until_gone(http, service.prepare(live, again))
+        writer = await until_gone(http, served.prepare(service, live, request))
+        service.count_ignored(fields)
         if len(live.jobs) != 1:
             raise refused(f"request: {len(live.jobs)} outputs; allowed: one", "request")
-        service.submit(live, live.jobs)
+        service.submit(live)
         begun = monotonic()
         await until_gone(http, writer.collect())
         seconds = monotonic() - begun
@@ -109,10 +110,7 @@ def _plain(fields: ReplayFields) -> ChatFields | CompletionFields:
     changed: dict[str, Any] = {"num_draft_tokens": 0, "stream": False, "prediction": None}  # predictions are drafts
     if fields.seed is not None:
         changed["seed"] = fields.seed
-    try:
-        again = kind.model_validate(fields.request | changed)
-    except ValidationError as error:
-        raise validation_error(error.errors()) from None
-    if again.seed in (None, -1) and again.temperature != 0:
+    request = validated(kind, fields.request | changed)
+    if request.seed in (None, -1) and request.temperature != 0:
         raise refused("seed: a sampled request without one cannot be repeated; send the receipt's", "seed")
-    return again
+    return request

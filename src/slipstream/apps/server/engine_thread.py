@@ -1,22 +1,25 @@
-"""The thread that owns the decoder: requests come in through a mailbox, events leave once per step.
+"""The thread that owns the decoders: requests come in through a mailbox, events leave once per step.
 
-No other thread touches models, caches and drafters, so no thread waits for a lock and the event loop never computes.
-Callers take turns, each caller's requests in order of arrival. While rows are under way, a step reads only as many
-prompt tokens as they can wait for.
+No other thread touches language models, caches and drafters, so no thread waits for a lock, the event loop never
+computes, and two models never compete for the cores: they take turns, a step each. (Vision towers compute where prompts
+are rendered.) Callers take turns, each caller's requests in order of arrival. While rows are under way, a step reads
+only as many prompt tokens as they can wait for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from time import monotonic
+from typing import TypeVar
 
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Scored, Started, notify_all
+from slipstream.apps.server.thread_call import ThreadCall
 from slipstream.core.rounds import Round
-from slipstream.core.scheduler import Scheduler
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, with_class
 from slipstream.text.detokenizer import new_text
@@ -29,6 +32,7 @@ MIN_TOKENS, MAX_TOKENS = 32, 2048  # below the minimum each token costs much mor
 LEARNING_RATE = 0.3  # how far one step moves the average
 GATHER_SECONDS = 0.02  # that the first request after idleness waits at most for the rest of its burst
 SHORT_ROW_TOKENS = 256  # rows up to this length soon free their place
+T = TypeVar("T")
 SPARE_SLOTS = 1  # beyond a full batch, so that a new row need not overwrite the cached text of one that has ended
 
 
@@ -63,7 +67,7 @@ class FairQueue:
         return sum(len(line) for requests in self._callers.values() for line in requests.values())
 
     def add(self, job: Job) -> None:
-        """Queue a job behind those of its request."""
+        """Queue a job after the others of its request."""
         requests = self._callers.setdefault(job.request.caller, OrderedDict())
         requests.setdefault(job.request, deque()).append(job)
 
@@ -92,50 +96,38 @@ class FairQueue:
 
 Events = list[tuple[LiveRequest, Event]]
 OnStep = Callable[[list[Round]], None]  # called on the event loop with the rounds of every step
+OnEnd = Callable[[BaseException | None], None]  # called on the event loop, with the error if one is the reason
 
 
 class EngineThread:
-    """Decodes jobs until it is stopped.
+    """Loads and unloads models, and decodes their jobs, until it is stopped.
 
-    load: makes the decoder, in this thread. on_ready, on_end: called on the event loop once it is loaded, and when the
-    thread ends, with the error that ended it if there is one. on_step: see `OnStep`. is_more_coming: whether more
-    requests are being prepared.
+    is_more_coming: returns True while more requests are being prepared.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], SpeculativeDecoder],
-        on_ready: Callable[[SpeculativeDecoder], None],
-        on_end: Callable[[BaseException | None], None],
-        on_step: OnStep,
-        is_more_coming: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._load, self._on_ready, self._on_end, self._on_step = load, on_ready, on_end, on_step
-        self._is_more_coming, self._loop = is_more_coming, asyncio.get_running_loop()
-        self._mail: deque[tuple[str, Job]] = deque()
+    def __init__(self, on_end: OnEnd, is_more_coming: Callable[[], bool] = lambda: False) -> None:
+        self._on_end, self._is_more_coming, self._loop = on_end, is_more_coming, asyncio.get_running_loop()
+        self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._queue = FairQueue()
-        self._running: dict[int, Job] = {}
-        self._scoring: list[Job] = []
-        self._scores: dict[Job, PromptScores] = {}
-        self._num_rows = 0
-        self._events: Events = []
-        self._budget = PromptBudget()
+        self._line: list[ModelEngine] = []  # the model whose last step is longest ago comes first
         self._step_begun: float | None = None
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to load the models."""
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Decode a job as soon as there is a place."""
-        self._post("submit", job)
+    def post(self, function: Callable[[], None]) -> None:
+        """Call a function in this thread, before the next step."""
+        with self._wake:
+            self._mail.append(function)
+            self._wake.notify()
 
-    def cancel(self, job: Job) -> None:
-        """End a job before its next round, waiting or not."""
-        self._post("cancel", job)
+    def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """The outcome of a function that is called in this thread, before the next step."""
+        call = ThreadCall(function)
+        self.post(call.run)
+        return call.result
 
     def stop(self) -> None:
         """End the thread after the step under way."""
@@ -156,59 +148,125 @@ class EngineThread:
         begun = self._step_begun
         return 0.0 if begun is None else monotonic() - begun
 
-    def _post(self, what: str, job: Job) -> None:
-        with self._wake:
-            self._mail.append((what, job))
-            self._wake.notify()
+    def add(self, decoder: SpeculativeDecoder, on_step: OnStep, on_end: OnEnd) -> ModelEngine:
+        """An engine for a decoder; called in this thread. on_end: called if the engine fails, which removes it."""
+        engine = ModelEngine(decoder, self.tell, on_step, on_end)
+        self._line.append(engine)
+        return engine
+
+    def remove(self, engine: ModelEngine) -> None:
+        """Close an engine's decoder; called in this thread."""
+        if engine in self._line:  # else it has failed
+            self._line.remove(engine)
+        engine.close()
+        frozen = gc.get_freeze_count()
+        gc.unfreeze()
+        gc.collect()  # models hold circles of references
+        if frozen:
+            gc.freeze()
+
+    def tell(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function on the event loop."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the event loop is closed: there is no one to notify
+            log.debug("the event loop has ended before the engine")
 
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            self._decoder = self._load()
-            self._scheduler: Scheduler = self._decoder.scheduler()
-            self._scheduler.num_slots = self._scheduler.max_batch_size + SPARE_SLOTS
-            self._call(self._on_ready, self._decoder)
             while self._read_mail():
-                self._start_waiting_jobs()
-                self._publish([])  # clients learn at once that their rows have begun, however long the step takes
-                self._step_begun = monotonic()
-                rounds = self._decode_step() if self._running else []
-                self._end_finished_rows(rounds)
-                self._score_prompt()
-                self._step_begun = None
-                self._publish(rounds)
-        except BaseException as reason:  # whatever it is, every request must learn of it
-            if not isinstance(reason, SlipstreamError):  # its message is enough
-                log.error("the engine has stopped", exc_info=reason)
+                engine = next((engine for engine in self._line if engine.has_work), None)
+                if engine is not None:
+                    self._line.remove(engine)
+                    self._line.append(engine)
+                    self._step(engine)
+        except BaseException as reason:
+            log.error("the engine has stopped", exc_info=reason)
             error = reason
-        self._call(self._on_end, error)
+        self.tell(self._on_end, error)
+
+    def _step(self, engine: ModelEngine) -> None:
+        self._step_begun = monotonic()
+        try:
+            engine.step()
+        except BaseException as error:  # whatever it is, every request must learn of it, and other models go on
+            if not isinstance(error, SlipstreamError):  # its message is enough
+                log.error("the engine has stopped", exc_info=error)
+            self.remove(engine)
+            self.tell(engine.on_end, error)
+        self._step_begun = None
 
     def _read_mail(self) -> bool:
-        """Handle submitted and cancelled jobs; wait if there is nothing to do. False once the thread must end."""
+        """Make the calls that were posted; wait if there is nothing to do. False once the thread must end."""
         with self._wake:
-            while not (self._stopping or self._mail or self._running or self._scoring or self._queue):
+            while not (self._stopping or self._mail or any(engine.has_work for engine in self._line)):
                 self._wake.wait()
                 # rows that begin together share all their rounds, so wait a moment for the rest of a burst
                 deadline = monotonic() + GATHER_SECONDS
                 while not self._stopping and self._is_more_coming() and (remaining := deadline - monotonic()) > 0:
                     self._wake.wait(remaining)
+            if self._stopping:
+                return False
             mail, self._mail = self._mail, deque()
-        for what, job in mail:
-            if what == "submit":
-                self._queue.add(job)
-            elif not job.over:
-                self._cancel(job)
-        return not self._stopping
+        for function in mail:
+            function()
+        return True
 
-    def _cancel(self, job: Job) -> None:
+
+class ModelEngine:
+    """Decodes the jobs of one model, a step at a time; used only in the engine's thread.
+
+    tell: calls a function on the event loop.
+    """
+
+    def __init__(self, decoder: SpeculativeDecoder, tell: Callable[..., None], on_step: OnStep, on_end: OnEnd) -> None:
+        self._decoder, self._tell, self._on_step, self.on_end = decoder, tell, on_step, on_end
+        self._scheduler = decoder.scheduler()
+        self._scheduler.num_slots = self._scheduler.max_batch_size + SPARE_SLOTS
+        self._queue = FairQueue()
+        self._running: dict[int, Job] = {}
+        self._scoring: list[Job] = []
+        self._scores: dict[Job, PromptScores] = {}
+        self._num_rows = 0
+        self._events: Events = []
+        self._budget = PromptBudget()
+        self._is_closed = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._scoring or self._events or self._queue)
+
+    def submit(self, job: Job) -> None:
+        """Decode a job as soon as there is a place; if the engine has failed, its requests have been told."""
+        self._queue.add(job)
+
+    def cancel(self, job: Job) -> None:
+        """End a job before its next round, waiting or not."""
+        if job.over or self._is_closed:
+            return
         self._queue.remove(job)
         self._scheduler.cancel(job.row)
-        if job.row.index in self._running and self._running[job.row.index] is job:
+        if self._running.get(job.row.index) is job:
             del self._running[job.row.index]
         if job in self._scoring:
             self._scoring.remove(job)
             self._scores.pop(job, None)
         self._end(job, Ended(job.choice, "cancelled", monotonic()))
+
+    def step(self) -> None:
+        """One round of every row."""
+        self._start_waiting_jobs()
+        self._publish([])  # clients learn at once that their rows have begun, however long the step takes
+        rounds = self._decode_step() if self._running else []
+        self._end_finished_rows(rounds)
+        self._score_prompt()
+        self._publish(rounds)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._decoder.close()
+        del self._decoder, self._scheduler
 
     def _start_waiting_jobs(self) -> None:
         """Give free places to the jobs that have waited longest, each caller in turn."""
@@ -254,6 +312,7 @@ class EngineThread:
         tokens_before = self._decoder.num_prefilled_tokens
         self._scheduler.prompt_budget = self._budget.tokens
         num_tokens = sum(len(job.row.tokens) for job in self._running.values())
+        begun = monotonic()
         try:
             rounds = self._scheduler.step()
         except BaseException as error:  # a panic of Rust code is no `Exception`
@@ -267,8 +326,8 @@ class EngineThread:
             for job in jobs:
                 self._fail(job, error if isinstance(error, Exception) else RuntimeError(with_class(error)))
             return []
-        if rounds:
-            self._budget.learn(self._decoder.num_prefilled_tokens - tokens_before, rounds[0].seconds.prefill)
+        seconds = rounds[0].seconds.prefill if rounds else monotonic() - begun  # without rounds, prompts were read
+        self._budget.learn(self._decoder.num_prefilled_tokens - tokens_before, seconds)
         return rounds
 
     def _end_finished_rows(self, rounds: list[Round]) -> None:
@@ -317,7 +376,7 @@ class EngineThread:
         """Hand all events of a step to the event loop in one call."""
         if self._events or rounds:
             events, self._events = self._events, []
-            self._call(self._add_events, events, rounds)
+            self._tell(self._add_events, events, rounds)
 
     def _add_events(self, events: Events, rounds: list[Round]) -> None:
         for request, event in events:
@@ -328,9 +387,3 @@ class EngineThread:
         notify_all(dict.fromkeys(request for request, _ in events))
         if rounds:
             self._on_step(rounds)
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the event loop is closed: there is no one to notify
-            log.debug("the event loop has ended before the engine")

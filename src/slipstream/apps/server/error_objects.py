@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import Scope
 
-from slipstream.apps.server.schemas import NOT_IN_RANGE, ChatFields, CompletionFields
+from slipstream.apps.server.schemas import NOT_IN_RANGE, ChatFields, CompletionFields, Fields
+from slipstream.apps.server.server_log import PRIVATE
 from slipstream.errors import UsageError, did_you_mean, first_line
 
 log = logging.getLogger("slipstream.server")
-
+F = TypeVar("F", bound=Fields)
 OVERLOADED = 529  # Anthropic's status for 503
 TYPES = {
     401: "authentication_error",
@@ -38,6 +41,7 @@ ANTHROPIC_TYPES = {
     500: "api_error",
     OVERLOADED: "overloaded_error",
 }
+NO_THREADS = "thread_unsupported_request"  # Anthropic's code, at which its clients send all messages instead
 MESSAGES, OLLAMA = "/v1/messages", "/api/"  # the beginnings of the paths with error objects of their own
 FIELDS = ChatFields.model_fields.keys() | CompletionFields.model_fields.keys()
 # a field and where in it the fault is, at the beginning of a refusal: messages.0.content
@@ -50,7 +54,7 @@ class ApiError(Exception):
     """A request that cannot be answered.
 
     status: the HTTP status; param: the field at fault; code: for programs. prompt_tokens, window: of a prompt that is
-    too long.
+    too long; remedy: ends its message.
     """
 
     def __init__(
@@ -62,10 +66,11 @@ class ApiError(Exception):
         code: str | None = None,
         prompt_tokens: int = 0,
         window: int = 0,
+        remedy: str = "",
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.prompt_tokens, self.window = prompt_tokens, window
+        super().__init__(message + remedy)
+        self.status, self.message, self.param, self.code = status, message + remedy, param, code
+        self.prompt_tokens, self.window, self._remedy = prompt_tokens, window, remedy
 
     def body(self, path: str = "", request_id: str = "") -> dict[str, Any]:
         """The error object of an address. request_id: for those that name it."""
@@ -77,8 +82,11 @@ class ApiError(Exception):
             )
             message = self.message
             if self.prompt_tokens:  # in the words by which Claude Code knows that it must shorten the conversation
-                message = f"prompt is too long: {self.prompt_tokens} tokens > {self.window} maximum"
-            return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id or None}
+                message = f"prompt is too long: {self.prompt_tokens} tokens > {self.window} maximum{self._remedy}"
+            error: dict[str, Any] = {"type": kind, "message": message}
+            if self.code == NO_THREADS:
+                error["details"] = {"error_code": self.code, "unsupported": [self.param]}
+            return {"type": "error", "error": error, "request_id": request_id or None}
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -93,10 +101,6 @@ class ApiError(Exception):
     def status_at(self, path: str) -> int:
         """The HTTP status at an address."""
         return OVERLOADED if self.status == 503 and path.startswith(MESSAGES) else self.status
-
-    def response(self, path: str, request_id: str = "") -> JSONResponse:
-        headers = self.headers | ({"request-id": request_id} if request_id else {})
-        return JSONResponse(self.body(path, request_id), self.status_at(path), headers)
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -113,26 +117,31 @@ def as_api_error(error: BaseException) -> ApiError:
         address = ADDRESS.match(line)
         is_field = address is not None and (address[1] in FIELDS or line[address.end() :].startswith("="))
         return refused(line, address[0] if address is not None and is_field else None)
-    log.error("internal error", exc_info=error)
+    log.error("internal error", exc_info=error, extra=PRIVATE)
     return ApiError(500, INTERNAL)
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Answer every exception with an error object, and leave the reason for the log in `scope["state"]`."""
+def error_answer(scope: Scope, error: BaseException) -> JSONResponse:
+    """The answer to a request that was refused or has failed; `scope["state"]` gets the reason, for the log."""
+    refusal, path, state = as_api_error(error), scope["path"], scope["state"]
+    state["refusal"] = refusal.message
+    live = state.get("live")
+    request_id = f"req_{live.id}" if live is not None and path.startswith(MESSAGES) else ""
+    headers = refusal.headers | ({"request-id": request_id} if request_id else {})
+    return JSONResponse(refusal.body(path, request_id), refusal.status_at(path), headers)
 
-    def answered(request: Request, error: ApiError) -> JSONResponse:
-        request.state.refusal = error.message
-        return error.response(request.scope["path"])
+
+def add_handlers(app: FastAPI) -> None:
+    """Answer every exception with an error object."""
 
     @app.exception_handler(ApiError)
     @app.exception_handler(UsageError)
-    @app.exception_handler(Exception)
     async def _any(request: Request, error: Exception) -> JSONResponse:
-        return answered(request, as_api_error(error))
+        return error_answer(request.scope, error)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return answered(request, validation_error(error.errors()))
+        return error_answer(request.scope, validation_error(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
@@ -140,7 +149,7 @@ def add_handlers(app: FastAPI) -> None:
         if request.method == "OPTIONS" and (status == 405 or request.scope["path"] == "*"):
             return Response(status_code=204, headers={"allow": ", ".join(_methods(request) or ("GET", "POST"))})
         message = _body_problem(error.__cause__, request) if status == 400 else _status_line(status, request)
-        answer = answered(request, ApiError(status, message))
+        answer = error_answer(request.scope, ApiError(status, message))
         answer.headers.update(error.headers or {})
         if status == 405:
             answer.headers["allow"] = ", ".join(_methods(request))
@@ -207,6 +216,14 @@ WORDING = (
 MAX_SHOWN = 60  # characters of a value
 KINDS: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
 QUOTED = re.compile(r"'([^']*)'")
+
+
+def validated(kind: type[F], body: Mapping[str, Any]) -> F:
+    """A request of this kind; ApiError names the field that is wrong."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise validation_error(error.errors()) from None
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:
@@ -277,12 +294,9 @@ def _without_indexes(place: Sequence[str | int]) -> str | None:
 def _address(error: Any) -> list[str | int]:
     """The fields and indexes that lead to a mistake, without pydantic's names for types of values."""
     place = [part for index, part in enumerate(error["loc"]) if index or part not in SOURCES]
-    return [part for part in place if isinstance(part, int) or (_is_name(part) and part not in BRANCHES)]
-
-
-def _is_name(part: str) -> bool:
-    """True for a field, a key or an index; names of types have other characters, or begin like classes."""
-    return part.isdecimal() or (part.isidentifier() and not part[0].isupper())
+    # names of types have other characters than those of fields, or begin like classes
+    names = [part for part in place if isinstance(part, int) or part.isdecimal() or part.isidentifier()]
+    return [part for part in names if isinstance(part, int) or not (part[0].isupper() or part in BRANCHES)]
 
 
 def _allowed(error: Any) -> str:

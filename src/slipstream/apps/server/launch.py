@@ -1,4 +1,7 @@
-"""Starts and stops a server: SIGTERM, SIGHUP or Ctrl-C lets running requests finish; a second signal does not."""
+"""Starts and stops a server: SIGTERM or Ctrl-C lets running requests finish; a second signal does not.
+
+SIGHUP reads the key file again, unless the server's terminal was closed, which ends it like SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,21 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
 
+from slipstream.apps.server.access import KeyFile
 from slipstream.apps.server.connections import ConnectionSweep
+from slipstream.apps.server.served_models import ServedModels
 from slipstream.apps.server.server_settings import REQUEST_SECONDS, ServerSettings, is_address
-from slipstream.apps.server.service import Service
-from slipstream.apps.server.web_app import Load, make_app
+from slipstream.apps.server.service import ModelSource
+from slipstream.apps.server.web_app import make_app
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, first_line
 from slipstream.models.cpu.thread_placement import free_thread
@@ -35,19 +43,20 @@ FORCED_SECONDS = 2.0  # that a step under way may still take after a second sign
 class Server(uvicorn.Server):
     """A web server that lets requests finish before it ends.
 
-    on_ready: called with the server once the models are loaded. cores: for its own thread; see `free_thread`.
+    on_ready: called with the server once it answers requests. cores: for its own thread; see `free_thread`.
     last_resort: called at each signal with the seconds until the process must have ended.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
-        load: Load,
+        sources: Sequence[ModelSource],
         on_ready: Callable[[Server], None] = lambda server: None,
         cores: frozenset[int] = frozenset(),
         last_resort: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        app = make_app(settings, load, self._make_service)
+        app = make_app(settings, self._make_models)
+        self._keys: KeyFile = app.state.keys
         super().__init__(
             uvicorn.Config(
                 app,
@@ -66,22 +75,23 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=5,
             )
         )
-        self.settings, self._ready, self._cores = settings, on_ready, cores
+        self.settings, self._sources, self._ready, self._cores = settings, sources, on_ready, cores
         self._last_resort = last_resort
         self._connections = ConnectionSweep(
             MAX_CONNECTIONS, settings.keep_alive_timeout, settings.request_timeout or REQUEST_SECONDS
         )
-        self.service: Service | None = None
+        self.models: ServedModels | None = None
         self.failure: BaseException | None = None  # ended the engine, and with it the server
         self._listens = False
+        self._has_terminal = _is_terminal()
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def _make_service(self) -> Service:
+    def _make_models(self) -> ServedModels:
         self._loop = asyncio.get_running_loop()
         free_thread(self._cores)  # else this thread would share a core with the engine's
-        self.service = Service(self.settings, lambda service: self._announce(), self._engine_ended)
-        return self.service
+        self.models = ServedModels(self.settings, self._sources, self._announce, self._engine_ended)
+        return self.models
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; the models may have been loaded by then."""
@@ -95,8 +105,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _announce(self) -> None:
-        """Call `on_ready` once the models are loaded and the address is known, whichever is later."""
-        if self._listens and self.service is not None and self.service.state == "ready":
+        """Call `on_ready` once requests are answered and the address is known, whichever is later."""
+        if self._listens and self.models is not None and self.models.state == "ready":
             self._ready(self)
 
     @property
@@ -114,8 +124,10 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin a shutdown at the first signal, end at once at the second; a closed terminal sends several."""
-        if self._draining is not None and sig == HANGUP:
+        """Begin a shutdown at the first signal, end at once at the second."""
+        if sig == HANGUP and (self._draining is not None or not self._has_terminal or _is_terminal()):
+            if self._draining is None and self._loop is not None:  # else the file has just been read, or is not needed
+                self._loop.call_soon_threadsafe(self._keys.read_again)
             return
         if self._draining is not None or self._loop is None:
             self.should_exit = self.force_exit = True
@@ -131,19 +143,25 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         log.info("shutting down: running requests have %g s; a second signal ends them", self.settings.drain_timeout)
-        if self.service is not None:
-            await self.service.drain()
+        if self.models is not None:
+            await self.models.drain()
         self.should_exit = True
 
 
 def serve(
-    settings: ServerSettings, load: Load, on_ready: Callable[[Server], None], cores: frozenset[int] = frozenset()
+    settings: ServerSettings,
+    sources: Sequence[ModelSource],
+    on_ready: Callable[[Server], None],
+    cores: frozenset[int] = frozenset(),
 ) -> None:
     """Serve until a signal; cores: see `Server`. SlipstreamError if it cannot listen or the engine failed."""
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log has the same facts
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # our own log has the same facts
+    # `Access` logs tracebacks of requests, and cancelled ones have nothing to say
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not record.exc_info)
     _allow_files(2 * MAX_CONNECTIONS + OTHER_FILES)
     with _listening(settings) as listener:
-        server = Server(settings, lambda: _uncollected(load()), on_ready, cores, _end_in)
+        sources = [replace(source, load=partial(_uncollected, source.load)) for source in sources]
+        server = Server(settings, sources, on_ready, cores, _end_in)
         if HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN:  # as after nohup
             signal.signal(HANGUP, server.handle_exit)
         try:
@@ -159,9 +177,14 @@ def serve(
             raise server.failure
         raise SlipstreamError(f"the engine has stopped: {first_line(server.failure)}") from server.failure
     if server.force_exit:
-        if server.service is not None:
-            server.service.close(FORCED_SECONDS)
+        if server.models is not None:
+            server.models.close(FORCED_SECONDS)
         raise KeyboardInterrupt
+
+
+def _is_terminal() -> bool:
+    """True if standard error is a terminal that is still there."""
+    return sys.__stderr__ is not None and sys.__stderr__.isatty()
 
 
 def _end_in(seconds: float) -> None:
@@ -170,11 +193,12 @@ def _end_in(seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
-def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """Exclude all existing objects from garbage collection until `serve` ends; returns the decoder.
+def _uncollected(load: Callable[[], SpeculativeDecoder]) -> SpeculativeDecoder:
+    """Load a decoder, and exclude all existing objects from garbage collection until `serve` ends.
 
     A collection that visits all of them would stall every stream.
     """
+    decoder = load()
     gc.collect()
     gc.freeze()
     return decoder

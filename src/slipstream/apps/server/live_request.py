@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TypeVar
 from uuid import uuid4
 
+from slipstream.apps.server.error_objects import ApiError
 from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
 from slipstream.core.types import Row
 
@@ -55,6 +56,7 @@ class Ended:
 
 Event = Started | Scored | Committed | Ended
 Subscriber = Callable[[], Callable[[], None] | None]
+GONE = "the client has left"
 MAX_UNREAD_EVENTS = 64  # of an answer that is sent whole; more are read before it is complete
 
 
@@ -76,13 +78,14 @@ class Job:
 class LiveRequest:
     """Events arrive from the engine in order and are read once, by the handler of the request."""
 
-    endpoint: str
     owner: str = ""  # the name of the caller's key
     group: str = ""  # rows of requests with the same group share cached prompts and what drafters learn
     id: str = field(default_factory=lambda: uuid4().hex)
     jobs: list[Job] = field(default_factory=list)
     arrived: float = field(default_factory=monotonic)
     error: Exception | None = None
+    model: str = ""  # its name in answers
+    first_token: float | None = None  # when the first round has ended
     caller: str = ""  # callers take turns by it: the owner, or a client's address
     # called with every event as it arrives
     observer: Callable[[LiveRequest, Event], None] = lambda request, event: None
@@ -97,6 +100,8 @@ class LiveRequest:
     def add_event(self, event: Event) -> None:
         """Called on the event loop; `notify` follows once all events of a step are there."""
         self._num_ended += isinstance(event, Ended)
+        if self.first_token is None and isinstance(event, Committed):
+            self.first_token = event.time
         self._events.append(event)
         self.observer(self, event)
 
@@ -122,6 +127,26 @@ class LiveRequest:
         finally:
             task.cancel()
             failed.cancel()
+
+    def figures(self) -> dict[str, float | None]:
+        """The numbers of the request for the log; None where there are none."""
+        rows = [job.row for job in self.jobs]
+        tokens, rounds = sum(row.num_output_tokens for row in rows), sum(len(row.rounds) for row in rows)
+        return {
+            "rows": len(rows),
+            "prompt_tokens": sum(row.prompt_length for row in rows),
+            "tokens": tokens,
+            "tokens_per_round": round(tokens / rounds, 2) if rounds else None,
+            "first_token_seconds": None if self.first_token is None else round(self.first_token - self.arrived, 3),
+        }
+
+    @property
+    def failure(self) -> str | None:
+        """The reason why the answer is incomplete, in one line; None if it is complete."""
+        errors = (self.error, *(job.row.error for job in self.jobs))
+        if (error := next(filter(None, errors), None)) is not None:
+            return type(error).__name__ if not isinstance(error, ApiError) else error.message
+        return None if self.all_read else GONE
 
     @property
     def has_unread(self) -> bool:

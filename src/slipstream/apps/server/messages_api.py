@@ -7,26 +7,31 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, StrictBool, ValidationError
+from pydantic import Field, StrictBool
 
 from slipstream.apps.server.answer_state import usage
 from slipstream.apps.server.answers import MessageWriter, encoded
-from slipstream.apps.server.error_objects import MESSAGES, ApiError, refused, validation_error
-from slipstream.apps.server.openai_routes import answer, service_of, until_gone
+from slipstream.apps.server.error_objects import MESSAGES, NO_THREADS, ApiError, refused, sent, validated
+from slipstream.apps.server.openai_routes import answer, models_of, served_window, until_gone
 from slipstream.apps.server.request_reading import rendered_chat
 from slipstream.apps.server.schemas import (
     FAIL_FAST,
     MAX_TOKENS,
+    AnthropicErrorBody,
     ChatFields,
     Fields,
     NumberRange,
     SlipstreamOptions,
     Text,
+    refusals,
 )
+from slipstream.checks import is_whole
 from slipstream.tokenization.answer_parser import AnswerPiece
 from slipstream.tokenization.tokenizer import ToolCall
 
-router = APIRouter(prefix=MESSAGES)
+router = APIRouter(prefix=MESSAGES, responses=refusals(AnthropicErrorBody))
+# edits that shorten a conversation, and the tokens of a prompt from which on they do so by default
+SHORTENING = {"clear_tool_uses_20250919": 100_000, "compact_20260112": 150_000}
 BILLING = "x-anthropic-billing-header"  # begins a text of Claude Code's that is not for the model
 ROLES = {"developer": "system", "ctx": "user", "msg": "user"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -56,7 +61,7 @@ class Tool(Fields):
 
 
 class Choice(Fields):
-    """Whether and which tools must be called."""
+    """The choice of tools: any, none, one that is named, or the model's own."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -64,14 +69,14 @@ class Choice(Fields):
 
 
 class OutputConfig(Fields):
-    """How much to think, and the form of the answer."""
+    """The effort of thinking, and the form of the answer."""
 
     effort: Annotated[str, Field(max_length=32)] | None = None
     format: dict[str, Any] | None = None
 
 
 class Thinking(Fields):
-    """Whether to think, and at most how much."""
+    """Thinking: on, off or adaptive, and its largest number of tokens."""
 
     SILENT = frozenset({"display"})
 
@@ -82,9 +87,7 @@ class Thinking(Fields):
 class CountedFields(Fields):
     """Body of `POST /v1/messages/count_tokens`."""
 
-    SILENT = frozenset(
-        {"metadata", "service_tier", "container", "context_management", "cache_control", "betas", "mcp_servers"}
-    )
+    SILENT = frozenset({"metadata", "service_tier", "cache_control", "betas"})
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -93,6 +96,7 @@ class CountedFields(Fields):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: dict[str, Any] | None = None
 
 
 class MessagesFields(CountedFields):
@@ -108,13 +112,24 @@ class MessagesFields(CountedFields):
     slipstream: SlipstreamOptions | None = None
 
 
-def conversation(fields: CountedFields) -> ChatFields:
-    """A request of this API as one of chat completions; ApiError names what cannot be read."""
+def conversation(fields: CountedFields, window: int) -> ChatFields:
+    """A request of this API as one of chat completions; ApiError names what cannot be read.
+
+    window: the most tokens of a prompt and its answer.
+    """
+    if fields.extra.get("thread"):
+        why = "thread: conversations are not stored; allowed: all messages of the conversation, without thread"
+        raise refused(why, "thread", NO_THREADS)
+    if fields.extra.get("compaction"):
+        raise refused("compaction: the server makes no summaries; allowed: a message that asks for one", "compaction")
+    first_thought = _first_thought(fields, window)
     messages: list[dict[str, Any]] = []
-    if system := _system_text(fields.system):
+    blocks = [{"text": fields.system}] if isinstance(fields.system, str) else fields.system or []
+    texts = [str(block.get("text") or "") for block in blocks]
+    if system := "\n".join(text for text in texts if text and not text.startswith(BILLING)):
         messages.append({"role": "system", "content": system})
     for number, message in enumerate(fields.messages):
-        messages += _messages(f"messages.{number}", message, fields)
+        messages += _messages(f"messages.{number}", message, fields, has_thoughts=number >= first_thought)
     chat: dict[str, Any] = {"model": fields.model, "messages": messages, "tools": _tools(fields.tools or [])}
     if (choice := fields.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name or ""}}
@@ -133,21 +148,11 @@ def conversation(fields: CountedFields) -> ChatFields:
         chat["response_format"] = {"type": "json_schema", "json_schema": named_schema}
     if isinstance(fields, MessagesFields):
         chat |= {name: getattr(fields, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
-        chat |= {"stop": fields.stop_sequences, "seed": fields.seed}
-        chat["slipstream"] = None if fields.slipstream is None else fields.slipstream.model_dump()
+        chat |= {"stop": fields.stop_sequences, "seed": fields.seed, "slipstream": fields.slipstream}
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls"):
         chat["continue_final_message"] = True  # the answer begins with this text
-    try:
-        return ChatFields.model_validate(chat)
-    except ValidationError as error:
-        raise validation_error(error.errors()) from None
-
-
-def _system_text(system: str | list[dict[str, Any]] | None) -> str:
-    blocks = [{"text": system}] if isinstance(system, str) else system or []
-    texts = [str(block.get("text") or "") for block in blocks]
-    return "\n".join(text for text in texts if text and not text.startswith(BILLING))
+    return validated(ChatFields, chat)
 
 
 def _tools(tools: list[Tool]) -> list[dict[str, Any]]:
@@ -166,7 +171,56 @@ def _tools(tools: list[Tool]) -> list[dict[str, Any]]:
     return functions
 
 
-def _messages(place: str, message: Message, fields: CountedFields) -> list[dict[str, Any]]:
+def _first_thought(fields: CountedFields, window: int) -> int:
+    """The index of the first message that keeps its thoughts, by the edits of the conversation that a request asks for.
+
+    ApiError for edits that would shorten it.
+    """
+    first, edits = 0, (fields.context_management or {}).get("edits") or []
+    if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
+        raise refused("context_management.edits is no list of edits; allowed: a list of objects", "context_management")
+    for number, edit in enumerate(edits):
+        kind, name = edit.get("type"), f"context_management.edits.{number}"
+        if kind == "clear_thinking_20251015":
+            keep = edit.get("keep") or {"type": "thinking_turns", "value": 1}
+            turns = keep.get("value") if isinstance(keep, dict) and keep.get("type") == "thinking_turns" else None
+            if is_whole(turns, 1, MAX_TOKENS):
+                first = max(first, _first_of_turns(fields.messages, turns))
+            elif keep not in ("all", {"type": "all"}):
+                turns_allowed = '{"type": "thinking_turns", "value": 1 or more}'
+                raise refused(f'{sent(f"{name}.keep", keep)}; allowed: "all" or {turns_allowed}', f"{name}.keep")
+            continue
+        default = {"type": "input_tokens", "value": SHORTENING.get(str(kind))}
+        trigger = edit.get("trigger") or default
+        tokens = trigger.get("value") if isinstance(trigger, dict) and trigger.get("type") == "input_tokens" else None
+        if kind not in SHORTENING or not is_whole(tokens, window, 1 << 62):
+            raise refused(
+                f"{name} of type {kind!r:.40}: the server does not shorten conversations; allowed: "
+                f"'clear_thinking_20251015', or a trigger of at least {window} input_tokens, which no prompt can reach",
+                name,
+            )
+        fields.ignore(name, "; no prompt reaches its trigger")
+    return first
+
+
+def _first_of_turns(messages: list[Message], count: int) -> int:
+    """The index of the first message of the last `count` turns with thoughts.
+
+    A turn of the assistant ends where the user says more than what tools have returned.
+    """
+    is_new = True
+    for index, message in reversed(list(enumerate(messages))):
+        kinds = {"text"} if isinstance(message.content, str) else {block.get("type") for block in message.content}
+        if message.role != "assistant":
+            is_new = is_new or kinds != {"tool_result"}
+        elif "thinking" in kinds:
+            count, is_new = count - is_new, False
+            if count < 0:
+                return index + 1
+    return 0
+
+
+def _messages(place: str, message: Message, fields: CountedFields, *, has_thoughts: bool) -> list[dict[str, Any]]:
     """A message as messages of a conversation: results of tools come before the text next to them."""
     role = ROLES.get(message.role, message.role)
     blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
@@ -179,12 +233,16 @@ def _messages(place: str, message: Message, fields: CountedFields) -> list[dict[
         if kind in TEXTUAL:
             parts.append(_part(block))
         elif kind == "tool_result":
-            results.append(_result(block))
+            content = block.get("content") or ""
+            if isinstance(content, list):
+                content = [_part(part) for part in content if isinstance(part, dict) and part.get("type") in TEXTUAL]
+            call_id = str(block.get("tool_use_id") or "")
+            results.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif kind == "tool_use":
             function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking":
-            thoughts.append(str(block.get("thinking") or ""))
+            thoughts += [str(block.get("thinking") or "")] * has_thoughts
         elif kind == "document" and isinstance(source := block.get("source"), dict) and source.get("type") == "text":
             parts.append({"type": "text", "text": str(source.get("data") or "")})
         elif kind in SKIPPED:
@@ -192,22 +250,18 @@ def _messages(place: str, message: Message, fields: CountedFields) -> list[dict[
         else:
             raise refused(f"{name} has the type {kind!r:.40}; allowed: text, tool_use, tool_result, thinking", name)
     if role == "assistant":
-        content: Any = parts if parts else ""
-        return [{"role": role, "content": content, "tool_calls": calls, "reasoning_content": "\n\n".join(thoughts)}]
+        thought = {"reasoning_content": "\n\n".join(thoughts)} if any(thoughts) else {}
+        return [{"role": role, "content": parts or "", "tool_calls": calls, **thought}]
     return results + ([{"role": role, "content": parts}] if parts else [])
 
 
 def _part(block: dict[str, Any]) -> dict[str, Any]:
     if block.get("type") == "image":
-        return {"type": "image_url"}
+        source = block.get("source")
+        source = source if isinstance(source, dict) else {}
+        data = f"data:{source.get('media_type')};base64,{source.get('data')}"
+        return {"type": "image_url", "image_url": source.get("url") if source.get("type") == "url" else data}
     return {"type": "text", "text": str(block.get("text") or "")}
-
-
-def _result(block: dict[str, Any]) -> dict[str, Any]:
-    content = block.get("content") or ""
-    if isinstance(content, list):
-        content = [_part(part) for part in content if isinstance(part, dict) and part.get("type") in TEXTUAL]
-    return {"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": content}
 
 
 class MessagesWriter(MessageWriter):
@@ -314,18 +368,19 @@ class MessagesWriter(MessageWriter):
 @router.post("", response_model=None)
 async def messages(http: Request, fields: MessagesFields) -> Response:
     """Answer a conversation in the form of Anthropic's Messages, whole or as a stream."""
-    return await answer(service_of(http), http, conversation(fields), fields, MessagesWriter)
+    return await answer(http, conversation(fields, served_window(http, fields.model)), fields, MessagesWriter)
 
 
 @router.post("/count_tokens", response_model=None)
 async def count_tokens(http: Request, fields: CountedFields) -> JSONResponse:
     """The tokens of a conversation's prompt, with its system text, tools and the chat template."""
-    service = service_of(http)
-    service.check_ready()
-    chat = conversation(fields)
-    service.check_model(chat)
-    reading = service.rows.reading
-    work = service.text_pool.run(lambda tokenizer: rendered_chat(chat, tokenizer, reading), http.state.caller)
-    rendered = await until_gone(http, work)
-    service.count_ignored(fields, chat)
+    served = models_of(http)
+    chat = conversation(fields, served_window(http, fields.model))
+    async with served.using(served.choose(chat)) as service:
+        loaded = service.loaded
+        work = loaded.text_pool.run(
+            lambda tokenizer: rendered_chat(chat, tokenizer, loaded.rows.reading), http.state.caller
+        )
+        rendered = await until_gone(http, work)
+        service.count_ignored(fields, chat)
     return JSONResponse({"input_tokens": len(rendered.ids)})

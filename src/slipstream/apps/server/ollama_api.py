@@ -4,56 +4,68 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, StrictBool, ValidationError
+from fastapi.routing import APIRoute
+from pydantic import Field, StrictBool
 
 from slipstream.apps.server.answer_state import ModelFacts, timings, without_folders
 from slipstream.apps.server.answers import MessageWriter, encoded
-from slipstream.apps.server.error_objects import OLLAMA, ApiError, refused, validation_error
+from slipstream.apps.server.error_objects import OLLAMA, ApiError, refused, validated
 from slipstream.apps.server.live_request import LiveRequest
-from slipstream.apps.server.openai_routes import STARTED, answer, service_of
+from slipstream.apps.server.openai_routes import STARTED, answer, models_of
+from slipstream.apps.server.request_reading import check_extra
 from slipstream.apps.server.schemas import (
     FAIL_FAST,
     MAX_TOKENS,
+    CallFields,
     ChatFields,
     CompletionFields,
     Fields,
     NumberRange,
+    OllamaErrorBody,
     SlipstreamOptions,
     Text,
+    refusals,
+    says_something,
 )
 from slipstream.apps.server.service import Service
 from slipstream.tokenization.answer_parser import AnswerPiece
-from slipstream.tokenization.tokenizer import AnswerTokenizer, Tokenizer, ToolCall
+from slipstream.tokenization.infill import InfillTokenizer
+from slipstream.tokenization.tokenizer import AnswerTokenizer, ToolCall
 
-router = APIRouter(prefix=OLLAMA.rstrip("/"))
+
+class JSONRoute(APIRoute):
+    """Reads bodies of every type as JSON: Ollama's examples use curl, which names another type.
+
+    Pages of other sites, which could send such bodies unasked, are refused by their origin.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            others = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
+            headers = [*others, (b"content-type", b"application/json")]
+            return await handler(Request({**request.scope, "headers": headers}, request.receive))
+
+        return handle
+
+
+router = APIRouter(prefix=OLLAMA.rstrip("/"), route_class=JSONRoute, responses=refusals(OllamaErrorBody))
 VERSION = "0.12.0"  # of Ollama, whose API this is a part of; some clients ask for 0.6.4 or later
 LATEST = ":latest"  # the end of a model's name that says nothing
 NEVER = timedelta(days=36500)
-# Ollama's names of options, and ours
-OPTIONS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "seed": "seed",
-    "stop": "stop",
-    "draft_num_predict": "num_draft_tokens",
-}
-DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 NANOSECONDS = 1_000_000  # in a millisecond
 
 
 class Options(Fields):
-    """Sampling options by Ollama's names."""
+    """Sampling options, of which some have other names in Ollama's API."""
 
     SILENT = frozenset(
         {"num_ctx", "num_keep", "num_batch", "num_gpu", "num_thread", "main_gpu", "use_mmap", "numa", "low_vram"}
@@ -64,30 +76,14 @@ class Options(Fields):
     top_k: Annotated[int, NumberRange(-1, MAX_TOKENS)] | None = None
     top_p: Annotated[float, NumberRange(0, 1)] | None = None
     min_p: Annotated[float, NumberRange(0, 1)] | None = None
-    repeat_penalty: Annotated[float, NumberRange(0, 100, excludes_low=True)] | None = None
+    repetition_penalty: Annotated[
+        Annotated[float, NumberRange(0, 100, excludes_low=True)] | None, Field(alias="repeat_penalty")
+    ] = None
     presence_penalty: Annotated[float, NumberRange(-100, 100)] | None = None
     frequency_penalty: Annotated[float, NumberRange(-100, 100)] | None = None
     seed: Annotated[int, NumberRange(-1, (1 << 63) - 1)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=32, fail_fast=True)] | None = None
-    draft_num_predict: Annotated[int, NumberRange(0, 64)] | None = None
-
-
-class Called(Fields):
-    """The function that a call names."""
-
-    SILENT = frozenset({"index"})
-
-    name: str
-    arguments: dict[str, Any] | None = None
-
-
-class MadeCall(Fields):
-    """A call that the assistant made."""
-
-    SILENT = frozenset({"type"})
-
-    id: str | None = None
-    function: Called
+    num_draft_tokens: Annotated[Annotated[int, NumberRange(0, 64)] | None, Field(alias="draft_num_predict")] = None
 
 
 class Message(Fields):
@@ -97,7 +93,7 @@ class Message(Fields):
     content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
-    tool_calls: Annotated[list[MadeCall], FAIL_FAST] | None = None
+    tool_calls: Annotated[list[CallFields], FAIL_FAST] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -110,7 +106,7 @@ class AnswerFields(Fields):
     model: Annotated[str, Field(max_length=1024)]
     stream: StrictBool | None = None
     format: str | dict[str, Any] | None = None
-    think: bool | str | None = None
+    think: StrictBool | str | None = None
     options: Options | None = None
     slipstream: SlipstreamOptions | None = None
 
@@ -126,14 +122,14 @@ class GenerateFields(AnswerFields):
     """Body of `POST /api/generate`."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "suffix": "filling in the middle is not supported",
         "template": "templates from requests are not run; the model's own is used",
         "context": "contexts are not supported; use /api/chat with all messages",
-        "images": "this model reads texts only",
     }
 
     prompt: str | None = None
+    suffix: str | None = None
     system: str | None = None
+    images: list[str] | None = None
     raw: StrictBool | None = None
 
 
@@ -148,18 +144,16 @@ class ModelFields(Fields):
 
 def conversation(fields: OllamaChatFields | GenerateFields) -> ChatFields | CompletionFields:
     """A request of this API as one of chat completions, or of completions if it is raw."""
-    for name, why in fields.REFUSED.items():
-        if fields.extra.get(name):
-            raise refused(f"{name}: {why}", name)
+    check_extra(fields, strict=True)
     options = fields.options or Options()
     body: dict[str, Any] = {
         "model": fields.model.removesuffix(LATEST),
         "stream": fields.stream is not False,
-        **DEFAULTS,
+        "slipstream": fields.slipstream,
     }
-    asked = {ours: getattr(options, name) for name, ours in OPTIONS.items()}
-    body |= {name: value for name, value in asked.items() if value is not None}
-    if body["top_p"] == 0:  # the likeliest token alone
+    names = Options.model_fields.keys() - {"num_predict"}
+    body |= {name: value for name in names if (value := getattr(options, name)) is not None}
+    if body.get("top_p") == 0:  # the likeliest token alone
         body |= {"top_p": 1, "top_k": 1}
     if options.num_predict is not None:
         body["max_tokens"] = options.num_predict if options.num_predict >= 0 else MAX_TOKENS  # all that fit
@@ -169,38 +163,41 @@ def conversation(fields: OllamaChatFields | GenerateFields) -> ChatFields | Comp
         if fields.format != "json":
             raise refused(f'format={json.dumps(fields.format)[:60]}; allowed: "json" or a JSON schema', "format")
         body["response_format"] = {"type": "json_object"}
-    body["slipstream"] = None if fields.slipstream is None else fields.slipstream.model_dump()
-    try:
-        if isinstance(fields, GenerateFields) and fields.raw:
-            return CompletionFields.model_validate(body | {"prompt": fields.prompt})
-        if fields.think is not None:
-            words: dict[bool | str, str] = {True: "on", False: "none"}
-            body["reasoning_effort"] = words.get(fields.think, fields.think)
-        return ChatFields.model_validate(body | _turns(fields))
-    except ValidationError as error:
-        raise validation_error(error.errors()) from None
+    if isinstance(fields, GenerateFields) and (fields.raw or fields.suffix):
+        for name in ("system", "think", "images"):
+            if says_something(getattr(fields, name)):
+                raise refused(f"{name} with raw or suffix, which use no chat template; allowed: without it", name)
+        return validated(CompletionFields, body | {"prompt": fields.prompt or "", "suffix": fields.suffix})
+    if fields.think is not None:
+        words: dict[bool | str, str] = {True: "on", False: "none"}
+        body["reasoning_effort"] = words.get(fields.think, fields.think)
+    return validated(ChatFields, body | _turns(fields))
 
 
 def _turns(fields: OllamaChatFields | GenerateFields) -> dict[str, Any]:
     """The messages and tools of a request."""
     if isinstance(fields, GenerateFields):
-        turns = [("system", fields.system), ("user", fields.prompt)]
-        return {"messages": [{"role": role, "content": text} for role, text in turns if text]}
+        turns = [("system", fields.system), ("user", _with_images(fields.prompt, fields.images))]
+        return {"messages": [{"role": role, "content": content} for role, content in turns if content]}
     messages = []
     for number, message in enumerate(fields.messages or ()):
-        content: Any = message.content or ""
-        if message.images:
-            images = [{"type": "image_url"} for _ in message.images]
-            content = [{"type": "text", "text": content}, *images]
+        content = _with_images(message.content, message.images)
         shown: dict[str, Any] = {"role": message.role, "content": content, "reasoning_content": message.thinking}
-        calls = [call.model_dump(include={"id", "function"}) for call in message.tool_calls or ()]
-        for index, call in enumerate(calls):  # some clients leave out the ids that other templates need
-            call["id"] = call["id"] or f"call_{number}_{index}"
-        shown |= {"tool_calls": calls} if calls else {}
+        for index, call in enumerate(message.tool_calls or ()):
+            call.id = call.id or f"call_{number}_{index}"  # some clients leave out the ids that other templates need
+        shown |= {"tool_calls": message.tool_calls} if message.tool_calls else {}
         shown |= {"tool_call_id": message.tool_call_id} if message.tool_call_id else {}
         shown |= {"name": message.tool_name} if message.tool_name else {}
         messages.append(shown)
     return {"messages": messages, "tools": fields.tools}
+
+
+def _with_images(text: str | None, images: list[str] | None) -> Any:
+    """A content as chat completions have it; images come before the text, as Ollama places them."""
+    if not images:
+        return text or ""
+    shown = [{"type": "image_url", "image_url": f"data:;base64,{image}"} for image in images]
+    return [*shown, *([{"type": "text", "text": text}] if text else [])]
 
 
 class OllamaWriter(MessageWriter):
@@ -282,18 +279,19 @@ async def chat(http: Request, fields: OllamaChatFields) -> Response:
 @router.post("/generate", response_model=None)
 async def generate(http: Request, fields: GenerateFields) -> Response:
     """Answer a prompt in the form of Ollama's API; a stream unless `stream` is false."""
-    return await _answer(http, fields, is_empty=not fields.prompt)
+    return await _answer(http, fields, is_empty=not (fields.prompt or fields.suffix))
 
 
 async def _answer(http: Request, fields: OllamaChatFields | GenerateFields, *, is_empty: bool) -> Response:
-    service, is_chat = service_of(http), isinstance(fields, OllamaChatFields)
-    if is_empty:  # a request to load the model, which is loaded
-        service.check_ready()
-        text = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-        head = {"model": fields.model, "created_at": _time(datetime.now(UTC))}
-        return JSONResponse({**head, **text, "done": True, "done_reason": "load"})
+    is_chat = isinstance(fields, OllamaChatFields)
+    if is_empty:  # a request to load the model
+        served = models_of(http)
+        async with served.using(served.answering(fields.model.removesuffix(LATEST))):
+            text = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+            head = {"model": fields.model, "created_at": _time(datetime.now(UTC))}
+            return JSONResponse({**head, **text, "done": True, "done_reason": "load"})
     make_writer = partial(OllamaWriter, model=fields.model, is_chat=is_chat)
-    return await answer(service, http, conversation(fields), fields, make_writer)
+    return await answer(http, conversation(fields), fields, make_writer)
 
 
 @router.get("/version", response_model=None)
@@ -305,54 +303,53 @@ async def version() -> dict[str, str]:
 @router.get("/tags", response_model=None)
 async def tags(http: Request) -> dict[str, Any]:
     """The models that are served."""
-    return {"models": _models(service_of(http))}
+    served = models_of(http)
+    served.check_ready()
+    return {"models": [card for service in served.services for card in _cards(service)]}
 
 
 @router.get("/ps", response_model=None)
 async def ps(http: Request) -> dict[str, Any]:
-    """The models in memory: all that are served."""
-    service = service_of(http)
-    models = _models(service)
-    loaded = {
-        "expires_at": _time(datetime.now(UTC) + NEVER),
-        "size_vram": 0,
-        "context_length": service.rows.max_model_len,
-    }
-    return {"models": [model | loaded for model in models]}
+    """The models in memory."""
+    served = models_of(http)
+    served.check_ready()
+    services = [service for service in served.services if service.state == "loaded"]
+    cards: list[dict[str, Any]] = []
+    for service in services:
+        idle_seconds = service.idle_seconds_left
+        until = datetime.now(UTC) + (NEVER if idle_seconds is None else timedelta(seconds=idle_seconds))
+        memory = {"expires_at": _time(until), "size_vram": 0, "context_length": service.limits.window}
+        cards += [card | memory for card in _cards(service)]
+    return {"models": cards}
 
 
 @router.post("/show", response_model=None)
 async def show(http: Request, fields: ModelFields) -> dict[str, Any]:
-    """What is known about the model; its chat template is not revealed."""
-    service = service_of(http)
-    models = _models(service)
-    asked = (fields.model or fields.name or "").removesuffix(LATEST)
-    if service.settings.strict and asked not in service.names:
-        raise ApiError(404, f"model {asked!r:.200} not found; allowed: {', '.join(service.names)}")
-    details = models[0]["details"]
-    kind = details["family"]
+    """A model's details: its template for infilling alone, and its context once it has been loaded."""
+    service = models_of(http).answering((fields.model or fields.name or "").removesuffix(LATEST))
+    card, facts = _cards(service)[0], service.known_facts
+    kind = card["details"]["family"]
+    window = {} if facts is None else {f"{kind}.context_length": service.limits.window}
+    tokenizer = None if facts is None else facts.tokenizer
+    infill_tokens = tokenizer.infill_tokens() if isinstance(tokenizer, InfillTokenizer) else None
     return {
         "modelfile": "",
-        "parameters": f"num_ctx {service.rows.max_model_len}",
-        "template": "",
-        "details": details,
-        "model_info": {
-            "general.architecture": kind,
-            "general.basename": service.names[0],
-            f"{kind}.context_length": service.rows.max_model_len,
-        },
-        "capabilities": _capabilities(service.facts.tokenizer),
-        "modified_at": models[0]["modified_at"],
+        "parameters": f"num_ctx {service.limits.window}" if window else "",
+        "template": "" if infill_tokens is None else infill_tokens.template,  # tells Continue that the model can infill
+        "details": card["details"],
+        "model_info": {"general.architecture": kind, "general.basename": service.names[0], **window},
+        "capabilities": card["capabilities"],
+        "modified_at": card["modified_at"],
     }
 
 
-def _models(service: Service) -> list[dict[str, Any]]:
-    service.check_ready()
-    target = service.decoder.target
-    family = str(getattr(getattr(target.model, "config", None), "model_type", "") or "unknown")
+def _cards(service: Service) -> list[dict[str, Any]]:
+    """A model under each of its names."""
+    facts = service.known_facts
+    family = "unknown" if facts is None else facts.family
     details = {
         "parent_model": "",
-        "format": "gguf" if target.name.endswith(".gguf") else "safetensors",
+        "format": "" if facts is None else facts.format,
         "family": family,
         "families": [family],
         "parameter_size": "",
@@ -361,15 +358,20 @@ def _models(service: Service) -> list[dict[str, Any]]:
     card = {
         "modified_at": _time(datetime.fromtimestamp(STARTED, UTC)),
         "size": 0,
-        "digest": hashlib.sha256(service.facts.fingerprint.encode()).hexdigest(),
+        "digest": hashlib.sha256((service.names[0] if facts is None else facts.fingerprint).encode()).hexdigest(),
         "details": details,
-        "capabilities": _capabilities(service.facts.tokenizer),
+        # before a model has been loaded: what most can do, as clients ask once
+        "capabilities": ["completion", "tools"] if facts is None else _capabilities(facts),
     }
     return [{"name": name, "model": name, **card} for name in map(without_folders, service.names)]
 
 
-def _capabilities(tokenizer: Tokenizer | None) -> list[str]:
-    capabilities = ["completion"]
+def _capabilities(facts: ModelFacts) -> list[str]:
+    tokenizer, capabilities = facts.tokenizer, ["completion"]
+    if facts.sees_images:
+        capabilities.append("vision")
+    if isinstance(tokenizer, InfillTokenizer) and tokenizer.infill_tokens() is not None:
+        capabilities.append("insert")
     if tokenizer is not None and tokenizer.has_chat_template and isinstance(tokenizer, AnswerTokenizer):
         capabilities += ["tools"] if tokenizer.call_text() is not None else []
         capabilities += ["thinking"] if tokenizer.answer_form().thought is not None else []

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter
-from slipstream.apps.server.error_objects import as_api_error, refused, sent, validation_error
+from slipstream.apps.server.error_objects import as_api_error, refused, sent, validated
 from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
 from slipstream.apps.server.request_reading import name_ignored
 from slipstream.apps.server.request_rows import RowMaker, check_model, writer_of
@@ -58,7 +56,7 @@ class OpenAILines:
         """The rows of a line; ApiError or UsageError if it is not allowed."""
         fields = _fields(line)
         check_model((self._facts.name,), fields.model)
-        live = LiveRequest(str(line.item["url"]), id=digest)
+        live = LiveRequest(id=digest)
         writer = writer_of(self._rows, self._facts, live, fields, self.tokenizer)
         name_ignored(fields, self.tokenizer, self._named)
         return OpenAIRequest(line, digest, live, writer, self)
@@ -88,10 +86,7 @@ def _fields(line: Line) -> ChatFields | CompletionFields:
     if not isinstance(body, dict):
         what = "body is missing" if body is None else sent("body", body)
         raise refused(f"{what}; allowed: a JSON object, the request", "body")
-    try:
-        fields = URLS[url].model_validate(body)
-    except ValidationError as error:
-        raise validation_error(error.errors()) from None
+    fields = validated(URLS[url], body)
     if fields.stream:
         raise refused("stream=true in a batch; allowed: false", "stream")
     if fields.slipstream is not None:

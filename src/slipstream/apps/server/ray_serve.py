@@ -12,8 +12,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from slipstream.apps.server.served_models import ServedModels
 from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.apps.server.service import Service
+from slipstream.apps.server.service import ModelSource
 from slipstream.apps.server.web_app import make_app
 from slipstream.checks import check_known
 from slipstream.config import SERVED, DecoderConfig
@@ -40,8 +41,7 @@ class ServeSpec:
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> ServeSpec:
         """Check the arguments; UsageError names a wrong one."""
-        names = [f.name for f in fields(cls)]
-        check_known("unknown argument", args, names)
+        check_known("unknown argument", args, [f.name for f in fields(cls)])
         if not isinstance(args.get("target"), str):
             raise UsageError(f"target={args.get('target')!r:.80}; allowed: the name of a model")
         spec = cls(**args)
@@ -56,16 +56,12 @@ class ServeSpec:
 
     @property
     def config(self) -> DecoderConfig:
-        """The decoder's settings; `match` by default, as in `slipstream serve`."""
+        """The decoder's settings; acceptance is `match` by default, as in `slipstream serve`."""
         return replace(SERVED, **self.decoder)
 
     @property
     def settings(self) -> ServerSettings:
-        """The server's settings; lists become tuples."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in self.server.items()
-        }
-        return ServerSettings(**values)
+        return ServerSettings(**self.server)
 
     def scale(self) -> dict[str, Any]:
         """The number of replicas in Serve's form."""
@@ -113,7 +109,8 @@ def app(args: Mapping[str, Any]) -> Any:
 def replica_app(spec: ServeSpec) -> FastAPI:
     """The application of a replica. It is ready once its models are loaded; if its engine fails, the replica ends."""
     ready = asyncio.Event()
-    application = make_app(spec.settings, spec.load, lambda: Service(spec.settings, lambda _: ready.set(), _end))
+    settings, sources = spec.settings, [ModelSource(spec.load, spec.settings)]
+    application = make_app(settings, lambda: ServedModels(settings, sources, ready.set, _end))
     begin = application.router.lifespan_context
 
     @asynccontextmanager

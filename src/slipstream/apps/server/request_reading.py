@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,8 +33,12 @@ from slipstream.apps.server.schemas import (
 )
 from slipstream.checks import is_whole
 from slipstream.constraints.constraint import Constraint
-from slipstream.errors import did_you_mean
+from slipstream.core.types import PromptImages
+from slipstream.errors import UsageError, did_you_mean
+from slipstream.models.loaded import READS_TEXT
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.pictures import Picture, Vision, parts_of, picture_of
+from slipstream.tokenization.infill import infill
 from slipstream.tokenization.tokenizer import AnswerTokenizer, ChatForm, Tokenizer, TokenizerDetails, check_text
 
 log = logging.getLogger("slipstream.server")
@@ -43,10 +47,10 @@ MAX_NAMED = 100  # fields without effect that the log names
 NUMBER = re.compile(r"\.\d+(?=\.)")  # the index of a list's item in the address of a field
 IMAGES = ("image_url", "input_image", "image")  # types of parts
 ROLES = {"developer": "system", "function": "tool"}
-EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # levels that no template knows
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates whose thoughts are on or off
 # fields whose name and meaning are those of SamplingParams; None leaves its default
 SAME_NAMES = (
+    "temperature",
     "top_p",
     "min_p",
     "presence_penalty",
@@ -61,11 +65,12 @@ SAME_NAMES = (
 
 @dataclass(frozen=True)
 class Reading:
-    """How a server reads requests."""
+    """The settings and the model's traits with which requests are read."""
 
     strict: bool = False  # refuse what would have no effect
     plain_texts: bool = False  # refuse strings that have special tokens
     template: TemplateTraits = field(default_factory=TemplateTraits)
+    vision: Vision | str = READS_TEXT  # reads images; if the model sees none, the reason
 
 
 def checked_tools(fields: ConversationFields, *, strict: bool) -> list[dict[str, Any]]:
@@ -179,11 +184,13 @@ def _named_tool(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rendered:
-    """One prompt."""
+    """A prompt as token ids, with what its rows need besides."""
 
     ids: list[int]
     text: str | None = None  # as it was sent; None for ids and cut prompts
+    ends: tuple[int, ...] = ()  # tokens that end the text, besides the model's own
     messages: list[dict[str, Any]] | None = None  # for draft models with another format
+    images: PromptImages | None = None
 
 
 def rendered_prompts(
@@ -203,7 +210,8 @@ def rendered_prompts(
     if len(prompts) * (fields.n or 1) > MAX_ROWS:  # before any is tokenized
         raise refused(f"{len(prompts)} prompts with n={fields.n or 1}; allowed: at most {MAX_ROWS} outputs", "n")
     if plain_texts:
-        check_plain([("prompt", text) for text in prompts if isinstance(text, str)], tokenizer)
+        texts = [("prompt", text) for text in prompts if isinstance(text, str)]
+        check_plain([*texts, ("suffix", fields.suffix or "")], tokenizer)
     return [_prompt(prompt, fields, tokenizer) for prompt in prompts]
 
 
@@ -231,9 +239,16 @@ def _texts_of(value: Any) -> Iterator[str]:
 
 
 def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokenizer | None) -> Rendered:
+    if fields.suffix and (not isinstance(prompt, str) or fields.echo or fields.truncate_prompt_tokens):
+        what = "prompts as token ids" if not isinstance(prompt, str) else "echo or truncate_prompt_tokens"
+        raise refused(f"suffix with {what}; allowed: with prompts as strings that are neither echoed nor cut", "suffix")
     if not isinstance(prompt, str):
         return Rendered(_cut(prompt, fields.truncate_prompt_tokens))
     check_text("prompt", prompt)
+    if fields.suffix:
+        check_text("suffix", fields.suffix)
+        parts = infill(tokenizer, prompt, fields.suffix, opened=fields.add_special_tokens is not False)
+        return Rendered(parts.ids, prompt, () if fields.ignore_eos else parts.ends)
     all_ids = encoder(fields, tokenizer)(prompt)
     ids = _cut(all_ids, fields.truncate_prompt_tokens)
     return Rendered(ids, prompt if len(ids) == len(all_ids) else None)
@@ -241,20 +256,23 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
 
 def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, reading: Reading) -> Rendered:
     """The conversation of a chat request, rendered by the model's template; without one its texts, line by line."""
-    messages, ids = rendered_messages(fields, tokenizer, reading)
+    rendered = rendered_messages(fields, tokenizer, reading)
+    ids, messages = rendered.ids, rendered.messages or []
+    if rendered.images is not None and fields.truncate_prompt_tokens is not None:
+        raise refused("truncate_prompt_tokens with images; allowed: without it", "truncate_prompt_tokens")
     is_plain = (  # else another model's chat format may have no form for it
         not fields.continue_final_message
+        and rendered.images is None
         and (fields.tool_choice == "none" or not fields.tools)
         and _needed(tokenizer).has_chat_template
         and all({*message} == {"role", "content"} for message in messages)
     )
-    return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if is_plain else None)
+    cut = _cut(ids, fields.truncate_prompt_tokens)
+    return replace(rendered, ids=cut, messages=messages if is_plain else None)
 
 
-def rendered_messages(
-    fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, reading: Reading
-) -> tuple[list[dict[str, Any]], list[int]]:
-    """The messages of a conversation in the form that a chat template reads, and their token ids."""
+def rendered_messages(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, reading: Reading) -> Rendered:
+    """A conversation, with its messages in the form that a chat template reads."""
     read = _message_fields(tokenizer)
     turns = [_turn(number, message, read, fields, reading) for number, message in enumerate(fields.messages or ())]
     tools = [] if fields.tool_choice == "none" else checked_tools(fields, strict=reading.strict)
@@ -262,13 +280,14 @@ def rendered_messages(
     check_json("chat_template_kwargs", fields.chat_template_kwargs)
     template = reading.template
     messages = template.messages(turns, tools)
-    tools = tools if template.knows_tools else []
+    tools = template.tools(tools)
     if reading.plain_texts:
         parts: list[tuple[str, Any]] = [(f"messages.{number}", message) for number, message in enumerate(messages)]
         parts += [("tools", tools), ("chat_template_kwargs", fields.chat_template_kwargs)]
         check_plain(((name, text) for name, part in parts for text in _texts_of(part)), tokenizer)
     if not _needed(tokenizer).has_chat_template:
-        return messages, encoder(fields, tokenizer)("\n".join(message["content"] for message in messages))
+        ids = encoder(fields, tokenizer)("\n".join(message["content"] for message in messages))
+        return Rendered(ids, messages=messages)
     if fields.add_special_tokens:
         name = "add_special_tokens"
         raise refused(f"{name}=true; allowed: false, the chat template writes its own", name)
@@ -278,13 +297,16 @@ def rendered_messages(
         raise refused("continue_final_message with add_generation_prompt; allowed: one", "continue_final_message")
     effort, variables = _thinking(fields, tokenizer, reading)
     form = ChatForm(tools, has_opening and not is_continued, is_continued, effort, variables)
-    return messages, _needed(tokenizer).chat(messages, form)
+    if next(parts_of(messages), None) is None or isinstance(reading.vision, str):
+        return Rendered(_needed(tokenizer).chat(messages, form), messages=messages)
+    ids, images = reading.vision.read(messages, form, _needed(tokenizer))
+    return Rendered(ids, messages=messages, images=images)
 
 
 def _thinking(
     fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, reading: Reading
 ) -> tuple[str | None, dict[str, Any]]:
-    """How much to think, as the template reads it: its `reasoning_effort`, and its variables, a switch among them."""
+    """The template's `reasoning_effort`, and its variables, among them the switch for thinking."""
     variables = dict(fields.chat_template_kwargs or {})
     if reading.strict or not isinstance(tokenizer, TokenizerDetails):
         return fields.reasoning_effort, variables
@@ -301,11 +323,12 @@ def _thinking(
     has_levels = "reasoning_effort" in readable
     if not switches and not has_levels:
         fields.ignore(field, "; this chat template does not read it")
-    return (EFFORTS.get(effort, effort) if has_levels and effort not in ("none", "on") else None), variables
+    is_level = has_levels and effort != "on" and not (effort == "none" and switches)
+    return (reading.template.effort(effort) if is_level else None), variables
 
 
 def _asked_effort(fields: ConversationFields) -> tuple[str, str | None]:
-    """The field that says how much to think, and the level: none, on, low, medium, high or more."""
+    """The field that sets the effort of thinking, and its level: none, on, low, medium, high or more."""
     if fields.reasoning_effort is not None:
         return "reasoning_effort", fields.reasoning_effort
     if isinstance(reasoning := fields.reasoning, dict):
@@ -428,8 +451,10 @@ def _turn(
     """A message as a turn. read: names of further fields that this model's template reads."""
     place, role = f"messages.{number}", ROLES.get(message.role, message.role)
     name = f"{place}.content"
-    may_be_empty = message.content is None and _speaks_otherwise(message)
-    if not reading.strict:
+    if reading.strict:
+        says_more = bool(message.tool_calls or any(map(message.extra.get, THOUGHTS)))
+        may_be_empty = message.role == "assistant" and message.content is None and says_more
+    else:
         may_be_empty = message.role in ("assistant", "tool", "function") and not misspelled("content", message.extra)
     if message.content in (None, []) and not may_be_empty:
         near = misspelled("content", message.extra) or "; allowed: a string, or text parts"
@@ -443,13 +468,30 @@ def _turn(
     if message.name is not None:
         extra["name"] = message.name
     check_json(place, extra)
-    shows_images = reading.strict or role != "tool"
-    text = content_text(message.content if shows_images else _without_images(message, name, fields), name)
+    pictures: dict[str, Picture] = {}
+    content = message.content
+    if isinstance(content, list) and not isinstance(reading.vision, str):
+        content = [_marked(f"{name}.{i}", part, pictures) for i, part in enumerate(content)]
+    elif role == "tool" and not reading.strict:
+        content = _without_images(message, name, fields)
+    text = content_text(content, name)
     if not text and role == "assistant" and not reading.strict and isinstance(message.extra.get("refusal"), str):
         text = content_text(message.extra["refusal"], f"{place}.refusal")
     calls = [_call(f"{place}.tool_calls.{i}", call, reading.strict) for i, call in enumerate(message.tool_calls or ())]
     check_json(place, [message.tool_call_id, *((call.name, call.id, call.arguments) for call in calls)])
-    return Turn(role, text, thought, tuple(calls), message.tool_call_id, extra)  # type: ignore[arg-type]
+    return Turn(role, text, thought, tuple(calls), message.tool_call_id, extra, pictures)  # type: ignore[arg-type]
+
+
+def _marked(name: str, part: ContentPart, pictures: dict[str, Picture]) -> ContentPart:
+    """A part with the mark of its picture, which joins `pictures`, in place of an image."""
+    if part.type not in IMAGES:
+        return part
+    try:
+        picture = picture_of(name, {"type": "image_url", "image_url": part.image_url})
+    except UsageError as error:
+        raise refused(str(error), name) from None
+    pictures[picture.mark] = picture
+    return ContentPart(type="text", text=picture.mark)
 
 
 def _without_images(message: MessageFields, name: str, fields: ConversationFields) -> str | list[ContentPart] | None:
@@ -465,15 +507,14 @@ def _without_images(message: MessageFields, name: str, fields: ConversationField
     return parts
 
 
-def _speaks_otherwise(message: MessageFields) -> bool:
-    """True if an assistant's message without content has tool calls or reasoning."""
-    return message.role == "assistant" and bool(message.tool_calls or any(map(message.extra.get, THOUGHTS)))
-
-
 def content_text(content: str | list[ContentPart] | None, name: str, between: str = "\n") -> str:
     """The text of a message's content, or of its parts."""
     if isinstance(content, list):
         for number, part in enumerate(content):
+            if part.type in IMAGES:
+                raise refused(
+                    f"{name} has a part of type {part.type!r}, but this model sees no images; allowed: 'text'", name
+                )
             if part.type != "text":
                 raise refused(f"{name} has a part of type {part.type!r:.40}; allowed: 'text'", name)
             if part.text is None:
@@ -535,11 +576,14 @@ def sampling_params(
     *,
     strict: bool = False,
 ) -> SamplingParams:
-    """The options of a request's rows, except `n`. ApiError or UsageError names a field that cannot be honored."""
+    """The options of a request's rows, except `n`. ApiError or UsageError names a field that cannot be honored.
+
+    Options that the request leaves out are unset.
+    """
     check_supported(fields, strict=strict)
     options: dict[str, Any] = {name: getattr(fields, name) for name in SAME_NAMES if getattr(fields, name) is not None}
-    options["temperature"] = 1.0 if fields.temperature is None else fields.temperature
-    options["top_k"] = max(0, fields.top_k or 0)
+    if fields.top_k is not None:
+        options["top_k"] = max(0, fields.top_k)
     options["logit_bias"] = _biases(fields.logit_bias or {})
     options["stop_token_ids"] = tuple(fields.stop_token_ids or ())
     options["bad_words"] = tuple(fields.bad_words or ())
@@ -579,8 +623,6 @@ def check_supported(fields: SamplingFields, *, strict: bool) -> None:
             raise refused(f"{name} is not a field of this endpoint; allowed: on /v1/{address}{hint}", name)
     if fields.best_of not in (None, fields.n or 1):
         raise refused(f"best_of={fields.best_of}; allowed: the same as n", "best_of")
-    if isinstance(fields, CompletionFields) and fields.suffix:
-        raise refused("suffix: filling in the middle is not supported", "suffix")
     if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:
         raise refused("top_logprobs needs logprobs=true", "top_logprobs")
 
@@ -594,7 +636,7 @@ def check_extra(fields: Fields, *, strict: bool) -> None:
 
 
 def predicted_text(fields: SamplingFields) -> str | None:
-    """The expected answer, its parts joined."""
+    """The text of the request's prediction, its parts joined; None without one."""
     if fields.prediction is None:
         return None
     name = "prediction.content"

@@ -63,6 +63,7 @@ MAX_BYTES_OF_TOOLS = 256 << 10  # of all schemas of tools that a grammar is made
 LIMITING = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")  # these and a constraint may leave no token
 UNMEASURED_WINDOW = 32768  # tokens, for models whose KV cache has an unknown size
 COMPLETION_TOKENS = 16  # OpenAI's default of the completions endpoint
+TEMPERATURE = 1.0  # OpenAI's default, for models that bring no options of sampling
 
 
 @contextmanager
@@ -212,14 +213,14 @@ def _bounded(field: str, value: Any, max_bytes: int = MAX_BYTES) -> None:
         raise refused(f"{field} has {size} bytes; allowed: at most {max_bytes}", field)
 
 
-def window_of(decoder: SpeculativeDecoder, asked: int | None) -> int:
-    """The most tokens of a prompt and its answer; `asked` is `max_model_len` of the settings.
+def window_of(decoder: SpeculativeDecoder, max_model_len: int | None) -> int:
+    """The most tokens of a prompt and its answer; `max_model_len` is that of the settings.
 
     By default as much of the model's context as memory allows if all texts of a full batch are so long.
     """
     context = decoder.target.backend.max_length
-    if asked is not None:
-        return min(context, asked or context)
+    if max_model_len is not None:
+        return min(context, max_model_len or context)
     models = [loaded.model for loaded in (decoder.target, decoder.draft) if loaded is not None]
     sizes = [None if model is None else cached_bytes(model.config.get_text_config()) for model in models]
     device = decoder.target.backend.device
@@ -239,6 +240,7 @@ class RowMaker:
     limits: Limits
     reading: Reading
     grammars: CompiledGrammars
+    greedy: bool = False  # whether options that a request leaves out are greedy's rather than the model's own
 
     @classmethod
     def for_decoder(cls, decoder: SpeculativeDecoder, settings: ServerSettings) -> RowMaker:
@@ -246,13 +248,22 @@ class RowMaker:
         target = replace(decoder.target, tokenizer=deepcopy(decoder.tokenizer))
         limits = settings.limits(window_of(decoder, settings.max_model_len))
         template = TemplateTraits() if settings.strict else TemplateTraits.of(target.tokenizer)
-        reading = Reading(settings.strict, settings.no_special_tokens_in_prompts, template)
-        return cls(decoder, limits, reading, CompiledGrammars(target, target.backend.vocab_size))
+        reading = Reading(settings.strict, settings.no_special_tokens_in_prompts, template, target.vision)
+        grammars = CompiledGrammars(target, target.backend.vocab_size)
+        return cls(decoder, limits, reading, grammars, settings.greedy)
 
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens that a prompt and its answer may have together."""
-        return self.limits.window
+    def _too_long(self, message: str, param: str, prompt_tokens: int) -> ApiError:
+        """The refusal of a long prompt, with the server's option with which it fits if the model takes it."""
+        window, context = self.limits.window, self.decoder.target.backend.max_length
+        return ApiError(
+            400,
+            message,
+            param=param,
+            code="context_length_exceeded",
+            prompt_tokens=prompt_tokens,
+            window=window,
+            remedy=f"; the server's option --max-model-len allows up to {context}" * (context > window),
+        )
 
     def check_sizes(self, fields: ChatFields | CompletionFields, tokenizer: Tokenizer | None) -> None:
         """Refuse prompts that are too long whatever their tokens are, before they are tokenized."""
@@ -264,20 +275,14 @@ class RowMaker:
                 texts.append(("messages", texts_shown([message.model_dump() for message in fields.messages])))
             else:
                 prompts = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt
-                texts += [("prompt", [prompt]) for prompt in prompts if isinstance(prompt, str)]
+                texts += [("prompt", [prompt, fields.suffix or ""]) for prompt in prompts if isinstance(prompt, str)]
         for name, parts in texts:
             try:
-                check_size(name, parts, tokenizer, self.max_model_len)
+                check_size(name, parts, tokenizer, self.limits.window)
             except UsageError as error:
                 longest = max(map(len, tokenizer.vocabulary()), default=1)
-                raise ApiError(
-                    400,
-                    first_line(error),
-                    param=name,
-                    code="context_length_exceeded",
-                    prompt_tokens=sum(map(len, parts)) // longest,  # or more
-                    window=self.max_model_len,
-                ) from None
+                fewest_tokens = sum(map(len, parts)) // longest
+                raise self._too_long(first_line(error), name, fewest_tokens) from None
 
     def jobs(
         self, live: LiveRequest, fields: SamplingFields, prompts: Sequence[Rendered], tokenizer: Tokenizer | None
@@ -304,11 +309,16 @@ class RowMaker:
         strict = self.reading.strict
         constraint = answer_constraint(fields, tokenizer, prompt.ids, strict=strict)
         params = sampling_params(fields, max_tokens, target.backend.vocab_size, constraint, strict=strict)
-        params = replace(params, thinking_token_budget=thought_budget(fields, tokenizer, strict=strict))
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *prompt.ends))
+        if not self.greedy:
+            params = self.decoder.reader.own_options(params)
+            if "temperature" in params.unset:
+                params = replace(params, temperature=TEMPERATURE)
+        params = replace(params.explicit, thinking_token_budget=thought_budget(fields, tokenizer, strict=strict))
         params = RequestReader(replace(target, tokenizer=tokenizer), no_predictions).with_token_ids(params)
-        if params.prediction is not None and len(params.prediction) > self.max_model_len:
+        if params.prediction is not None and len(params.prediction) > self.limits.window:
             raise refused(
-                f"prediction has {len(params.prediction)} tokens; allowed: at most {self.max_model_len}", "prediction"
+                f"prediction has {len(params.prediction)} tokens; allowed: at most {self.limits.window}", "prediction"
             )
         reader = RequestReader(target, no_predictions, self.grammars)  # prompts are ids by now, so it encodes nothing
         with errors_named(form_field(fields) or "constraint"):
@@ -317,7 +327,7 @@ class RowMaker:
             row.seed = seed
         echo = wanted_logprobs(fields) if isinstance(fields, CompletionFields) and fields.echo else None
         for row in rows:
-            row.messages, row.group = prompt.messages, live.group
+            row.messages, row.images, row.group = prompt.messages, prompt.images, live.group
             if fields.stream:
                 read_as_committed(row, target.tokenizer)
         limits = next((name for name in LIMITING if getattr(fields, name)), form_field(fields))
@@ -327,46 +337,41 @@ class RowMaker:
         """The most tokens that the answer may have; 0 for a prompt that is only scored."""
         if not prompt_length:
             raise refused("the prompt is empty; allowed: at least one token", "prompt")
-        asked_tokens, name = fields.max_tokens, "max_tokens"
+        max_tokens, name = fields.max_tokens, "max_tokens"
         if isinstance(fields, ChatFields):
             if fields.max_completion_tokens is not None:
-                asked_tokens, name = fields.max_completion_tokens, "max_completion_tokens"
+                max_tokens, name = fields.max_completion_tokens, "max_completion_tokens"
             default = self.limits.default_max_tokens
         else:
             default = COMPLETION_TOKENS
         echoed = isinstance(fields, CompletionFields) and fields.echo
-        if asked_tokens == 0 and not echoed:
+        if max_tokens == 0 and not echoed:
             more = ", or 0 with echo=true" if isinstance(fields, CompletionFields) else ""
             raise refused(f"{name}=0; allowed: at least 1{more}", name)
-        room = self.max_model_len - prompt_length
-        needed = 1 if asked_tokens is None else asked_tokens
-        is_open = asked_tokens == MAX_TOKENS  # as Ollama's clients ask for answers without a limit
+        room = self.limits.window - prompt_length
+        needed = 1 if max_tokens is None else max_tokens
+        is_open = max_tokens == MAX_TOKENS  # as Ollama's clients ask for answers without a limit
         if needed > room >= 1 and (is_open or not self.reading.strict):
             return room
         if needed > room:
             if room > 0:
                 excess = f"{prompt_length} of the prompt and {name}={needed} exceed it"
             else:
+                name = "prompt" if isinstance(fields, CompletionFields) else "messages"
                 excess = f"the prompt alone has {prompt_length}" + ", and its answer at least one" * (not room)
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {self.max_model_len} tokens; {excess}",
-                param=name if room > 0 else "prompt" if isinstance(fields, CompletionFields) else "messages",
-                code="context_length_exceeded",
-                prompt_tokens=prompt_length,
-                window=self.max_model_len,
-            )
-        return min(default, room) if asked_tokens is None else asked_tokens
+            message = f"This model's maximum context length is {self.limits.window} tokens; {excess}"
+            raise self._too_long(message, name, prompt_length)
+        return min(default, room) if max_tokens is None else max_tokens
 
 
-def check_model(names: Sequence[str], asked_model: str | None) -> None:
+def check_model(names: Sequence[str], model: str | None) -> None:
     """Refuse requests for a model that is served under none of these names."""
-    if asked_model not in (None, "", *names):
-        near = did_you_mean(asked_model or "", *names)
+    if model not in (None, "", *names):
+        near = did_you_mean(model or "", *names)
         allowed = ", ".join(map(repr, names))
         raise ApiError(
             404,
-            f"model {asked_model!r:.200} is not served here; allowed: {allowed}{near}",
+            f"model {model!r:.200} is not served here; allowed: {allowed}{near}",
             param="model",
             code="model_not_found",
         )
@@ -394,11 +399,6 @@ def writer_of(
         return make_writer(live, fields, facts)
     writer = CompletionWriter(live, fields, facts)
     if fields.echo:
-        writer.prompts = [text for prompt in prompts for text in [_text(prompt, tokenizer)] * (fields.n or 1)]
+        texts = [p.text if p.text is not None or tokenizer is None else tokenizer.decode(p.ids) for p in prompts]
+        writer.prompts = [text or "" for text in texts for _ in range(fields.n or 1)]
     return writer
-
-
-def _text(prompt: Rendered, tokenizer: Tokenizer | None) -> str:
-    if prompt.text is not None or tokenizer is None:
-        return prompt.text or ""
-    return tokenizer.decode(prompt.ids)

@@ -9,13 +9,14 @@ from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, StrictBool, ValidationError
+from pydantic import Field, StrictBool
 
 from slipstream.apps.server.answer_state import ModelFacts, usage
-from slipstream.apps.server.answers import HEADERS, AnswerMessage, MessageWriter, encoded
-from slipstream.apps.server.error_objects import ApiError, refused, validation_error
+from slipstream.apps.server.answers import HEADERS, MessageWriter, encoded
+from slipstream.apps.server.error_objects import ApiError, refused, validated
 from slipstream.apps.server.live_request import LiveRequest
-from slipstream.apps.server.openai_routes import answer, service_of
+from slipstream.apps.server.openai_routes import answer, models_of, served_window
+from slipstream.apps.server.request_reading import check_extra
 from slipstream.apps.server.schemas import (
     FAIL_FAST,
     MAX_TOKENS,
@@ -25,6 +26,7 @@ from slipstream.apps.server.schemas import (
     NumberRange,
     SlipstreamOptions,
 )
+from slipstream.checks import is_whole
 from slipstream.tokenization.answer_parser import AnswerPiece
 from slipstream.tokenization.tokenizer import ToolCall
 
@@ -34,6 +36,12 @@ MEMBER = "__"  # between a namespace and the name of a tool in it
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")  # types of text parts
 CALLS = ("function_call", "custom_tool_call")
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
+NO_SUMMARIES = "the server neither makes nor reads summaries; allowed: all items of the conversation"
+REFUSED_ITEMS = {  # of which each stands for a part of the conversation, or would shorten it
+    "item_reference": "items are not stored; allowed: the item itself, or previous_response_id",
+    "compaction": NO_SUMMARIES,
+    "compaction_trigger": NO_SUMMARIES,
+}
 FAILURES = {429: "rate_limit_exceeded"}
 Items = Annotated[list[dict[str, Any]], FAIL_FAST]
 Messages = list[dict[str, Any]]
@@ -48,7 +56,7 @@ class TextOptions(Fields):
 
 
 class ReasoningOptions(Fields):
-    """How much to think, and whether thoughts are reported as summaries."""
+    """The effort of thinking; with `summary`, thoughts are reported as summaries."""
 
     effort: Annotated[str, Field(max_length=32)] | None = None
     summary: str | None = None
@@ -68,6 +76,7 @@ class ResponsesFields(Fields):
     input: str | Items
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    context_management: Items | None = None
     store: StrictBool | None = None
     stream: StrictBool | None = None
     tools: Items | None = None
@@ -106,11 +115,21 @@ class ResponseStore:
         return messages
 
 
-def conversation(fields: ResponsesFields, earlier: Messages) -> ChatFields:
-    """A request of this API as one of chat completions. earlier: what the request continues."""
-    for name, why in fields.REFUSED.items():
-        if fields.extra.get(name):
-            raise refused(f"{name}: {why}", name)
+def conversation(fields: ResponsesFields, earlier: Messages, window: int) -> ChatFields:
+    """A request of this API as one of chat completions.
+
+    earlier: what the request continues. window: the most tokens of a prompt and its answer.
+    """
+    check_extra(fields, strict=True)
+    for number, entry in enumerate(fields.context_management or []):
+        name, kind, threshold = f"context_management.{number}", entry.get("type"), entry.get("compact_threshold")
+        if kind != "compaction" or not (threshold is None or is_whole(threshold, window, 1 << 62)):
+            raise refused(
+                f"{name} of type {kind!r:.40}: the server does not shorten conversations; allowed: 'compaction' with a "
+                f"compact_threshold of at least {window} tokens, which no prompt can reach, or without one",
+                name,
+            )
+        fields.ignore(name, "; no prompt reaches its threshold")
     head = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     chat: dict[str, Any] = {
         "model": fields.model,
@@ -118,19 +137,16 @@ def conversation(fields: ResponsesFields, earlier: Messages) -> ChatFields:
         "tools": [tool for tool, _ in _tools(fields.tools or [])],
         "tool_choice": _tool_choice(fields.tool_choice),
         "max_completion_tokens": fields.max_output_tokens,
-        "reasoning_effort": None if fields.reasoning is None else fields.reasoning.effort,
-        "slipstream": None if fields.slipstream is None else fields.slipstream.model_dump(),
+        "reasoning_effort": (fields.reasoning or ReasoningOptions()).effort,
     }
-    chat |= {name: getattr(fields, name) for name in ("stream", "parallel_tool_calls", "temperature", "top_p", "seed")}
-    form = None if fields.text is None else fields.text.format
+    same = ("stream", "parallel_tool_calls", "temperature", "top_p", "seed", "slipstream")
+    chat |= {name: getattr(fields, name) for name in same}
+    form = (fields.text or TextOptions()).format
     if form is not None and form.get("type") == "json_schema":
         chat["response_format"] = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
     elif form is not None:
         chat["response_format"] = form
-    try:
-        return ChatFields.model_validate(chat)
-    except ValidationError as error:
-        raise validation_error(error.errors()) from None
+    return validated(ChatFields, chat)
 
 
 def input_messages(fields: ResponsesFields) -> Messages:
@@ -147,10 +163,10 @@ def input_messages(fields: ResponsesFields) -> Messages:
             messages.append(output)
         elif kind == "message" or kind in CALLS or kind == "reasoning":
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []})
+                messages.append({"role": "assistant", "content": "", "tool_calls": []})
             _add(messages[-1], kind, item)
-        elif kind == "item_reference":
-            raise refused(f"{place}: items are not stored; allowed: the item itself, or previous_response_id", place)
+        elif kind in REFUSED_ITEMS:
+            raise refused(f"{place} of type {kind!r}: {REFUSED_ITEMS[kind]}", place)
         else:
             fields.ignore(f"{place}.{kind}"[:80], "; the model is not shown it")
     return _in_order(messages)
@@ -161,8 +177,8 @@ def _add(message: dict[str, Any], kind: str, item: dict[str, Any]) -> None:
     if kind == "message":
         message["content"] = "\n\n".join(filter(None, [message["content"], _text(item.get("content"))]))
     elif kind == "reasoning":
-        text = _text(item.get("content")) or _text(item.get("summary"))
-        message["reasoning_content"] = "\n\n".join(filter(None, [message["reasoning_content"], text]))
+        if text := _text(item.get("content")) or _text(item.get("summary")):
+            message["reasoning_content"] = "\n\n".join(filter(None, [message.get("reasoning_content"), text]))
     else:
         name = str(item.get("name"))
         name = f"{item['namespace']}{MEMBER}{name}" if item.get("namespace") else name
@@ -195,7 +211,7 @@ def _parts(content: Any) -> Any:
         parts.append(
             {"type": "text", "text": str(part.get("text") or part.get("refusal") or "")}
             if kind in TEXTS
-            else {"type": kind or "none"}
+            else {"type": kind or "none", "image_url": part.get("image_url") if kind == "input_image" else None}
         )
     return parts
 
@@ -244,16 +260,22 @@ class ResponsesWriter(MessageWriter):
     """Writes responses, whole or as events; the last carries the whole response."""
 
     def __init__(
-        self, live: LiveRequest, fields: ChatFields, facts: ModelFacts, *, asked: ResponsesFields, store: ResponseStore
+        self,
+        live: LiveRequest,
+        fields: ChatFields,
+        facts: ModelFacts,
+        *,
+        request: ResponsesFields,
+        store: ResponseStore,
     ) -> None:
         super().__init__(live, fields, facts)
-        self._asked, self._chat, self._store = asked, fields, store
+        self._request, self._chat, self._store = request, fields, store
         self._created = int(time.time())
         self._items: list[dict[str, Any]] = []  # those that are complete
         self._open: dict[str, Any] | None = None  # the item that text is added to
-        self._shows_summary = asked.reasoning is not None and asked.reasoning.summary is not None
+        self._shows_summary = (request.reasoning or ReasoningOptions()).summary is not None
         self._sequence = 0
-        self._members = {tool["function"]["name"]: member for tool, member in _tools(asked.tools or []) if member}
+        self._members = {tool["function"]["name"]: member for tool, member in _tools(request.tools or []) if member}
 
     def sent(self, item: dict[str, Any]) -> bytes:
         numbered = {"type": item["type"], "sequence_number": self._sequence} | item
@@ -271,7 +293,7 @@ class ResponsesWriter(MessageWriter):
         return self.sent({"type": "response.failed", "response": response})
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked = self._asked
+        request = self._request
         is_over = status in ("completed", "incomplete")
         return {
             "id": f"resp_{self.live.id}",
@@ -282,18 +304,18 @@ class ResponsesWriter(MessageWriter):
             "output": list(self._items),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "metadata": asked.extra.get("metadata") or {},
-            "tools": asked.tools or [],
-            "tool_choice": asked.tool_choice or "auto",
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
-            "max_output_tokens": asked.max_output_tokens,
-            "previous_response_id": asked.previous_response_id,
-            "reasoning": {"effort": None, "summary": None} if asked.reasoning is None else asked.reasoning.model_dump(),
-            "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
-            "store": asked.store is not False,
+            "instructions": request.instructions,
+            "metadata": request.extra.get("metadata") or {},
+            "tools": request.tools or [],
+            "tool_choice": request.tool_choice or "auto",
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "max_output_tokens": request.max_output_tokens,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": (request.reasoning or ReasoningOptions()).model_dump(),
+            "text": {"format": (request.text or TextOptions()).format or {"type": "text"}},
+            "store": request.store is not False,
             "usage": self._usage() if is_over else None,
         } | (self.report() if is_over else {})
 
@@ -316,64 +338,60 @@ class ResponsesWriter(MessageWriter):
         if part.call is not None:
             return [*self._close(), *self._call(part.call)]
         kind = "message" if part.kind == "text" else "reasoning"
-        begun = (
-            [] if self._open is not None and self._open["type"] == kind else [*self._close(), *self._begin_item(kind)]
-        )
-        assert self._open is not None
+        begun: list[dict[str, Any]] = []
+        if self._open is None or self._open["type"] != kind:
+            begun = self._close()
+            self._open = self._new_item(kind)
+            begun += self._begin_item(self._open)
         self._open["text"] += part.text
-        return [*begun, self._delta(part.text)]
+        return [*begun, self._delta(self._open, part.text)]
 
-    @property
-    def _place(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {"item_id": self._open["id"], "output_index": len(self._items)}
-
-    def _begin_item(self, kind: str) -> list[dict[str, Any]]:
+    def _new_item(self, kind: str, text: str = "") -> dict[str, Any]:
         prefix = "msg" if kind == "message" else "rs"
-        self._open = {"id": f"{prefix}_{self.live.id}_{len(self._items)}", "type": kind, "text": ""}
-        item = {"type": "response.output_item.added", "output_index": len(self._items)}
-        added = item | {"item": self._item(self._open | {"text": None}, "in_progress")}
-        if kind == "reasoning" and self._shows_summary:
+        return {"id": f"{prefix}_{self.live.id}_{len(self._items)}", "type": kind, "text": text}
+
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": len(self._items)}
+
+    def _begin_item(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        shown = self._item(item | {"text": None}, "in_progress")
+        added = {"type": "response.output_item.added", "output_index": len(self._items), "item": shown}
+        if item["type"] == "reasoning" and self._shows_summary:
             part = {"summary_index": 0, "part": {"type": "summary_text", "text": ""}}
-            return [added, {"type": "response.reasoning_summary_part.added", **self._place, **part}]
-        return [
-            added,
-            {"type": "response.content_part.added", **self._place, "content_index": 0, "part": self._part("")},
-        ]
+            return [added, {"type": "response.reasoning_summary_part.added", **self._place(item), **part}]
+        part = {"content_index": 0, "part": _content_part(item["type"], "")}
+        return [added, {"type": "response.content_part.added", **self._place(item), **part}]
 
-    def _part(self, text: str) -> dict[str, Any]:
-        assert self._open is not None
-        return _content_part(self._open["type"], text)
-
-    def _delta(self, text: str) -> dict[str, Any]:
-        assert self._open is not None
-        if self._open["type"] == "message":
-            shown: dict[str, Any] = {"content_index": 0, "delta": text, "logprobs": []}
-            return {"type": "response.output_text.delta", **self._place, **shown}
+    def _delta(self, item: dict[str, Any], text: str) -> dict[str, Any]:
+        place = self._place(item)
+        if item["type"] == "message":
+            shown = {"content_index": 0, "delta": text, "logprobs": []}
+            return {"type": "response.output_text.delta", **place, **shown}
         if self._shows_summary:
-            return {"type": "response.reasoning_summary_text.delta", **self._place, "summary_index": 0, "delta": text}
-        return {"type": "response.reasoning_text.delta", **self._place, "content_index": 0, "delta": text}
+            return {"type": "response.reasoning_summary_text.delta", **place, "summary_index": 0, "delta": text}
+        return {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": text}
 
     def _close(self) -> list[dict[str, Any]]:
         """The events that complete the open item."""
         if self._open is None:
             return []
-        text, kind = self._open["text"], self._open["type"]
+        item, self._open = self._open, None
+        text, kind = item["text"], item["type"]
         if kind == "reasoning" and self._shows_summary:
-            index: dict[str, Any] = {"summary_index": 0}
+            index = {"summary_index": 0}
             names = ("reasoning_summary_text.done", "reasoning_summary_part.done")
             part: dict[str, Any] = {"type": "summary_text", "text": text}
         else:
             index = {"content_index": 0}
             names = ("output_text.done" if kind == "message" else "reasoning_text.done", "content_part.done")
-            part = self._part(text)
+            part = _content_part(kind, text)
         logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        done = [
-            {"type": f"response.{names[0]}", **self._place, **index, "text": text, **logprobs},
-            {"type": f"response.{names[1]}", **self._place, **index, "part": part},
+        place = self._place(item)
+        return [
+            {"type": f"response.{names[0]}", **place, **index, "text": text, **logprobs},
+            {"type": f"response.{names[1]}", **place, **index, "part": part},
+            self._complete(self._item(item, "completed")),
         ]
-        item, self._open = self._item(self._open, "completed"), None
-        return [*done, self._done(item)]
 
     def _item(self, item: dict[str, Any], status: str) -> dict[str, Any]:
         """A message or a reasoning item; its text is None before it has any."""
@@ -382,12 +400,11 @@ class ResponsesWriter(MessageWriter):
         shown = {"id": item["id"], "type": kind, "status": status}
         if kind == "message":
             return shown | {"role": "assistant", "content": content}
-        if self._shows_summary:
-            summary = [] if text is None else [{"type": "summary_text", "text": text}]
-            return shown | {"summary": summary, "content": content, "encrypted_content": None}
-        return shown | {"summary": [], "content": content, "encrypted_content": None}
+        has_summary = self._shows_summary and text is not None
+        summary = [{"type": "summary_text", "text": text}] if has_summary else []
+        return shown | {"summary": summary, "content": content, "encrypted_content": None}
 
-    def _done(self, item: dict[str, Any]) -> dict[str, Any]:
+    def _complete(self, item: dict[str, Any]) -> dict[str, Any]:
         self._items.append(item)
         return {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
 
@@ -410,7 +427,7 @@ class ResponsesWriter(MessageWriter):
                 "name": call.name,
                 "arguments": call.arguments,
             },
-            self._done(item),
+            self._complete(item),
         ]
 
     def _finished(self) -> dict[str, Any]:
@@ -419,23 +436,24 @@ class ResponsesWriter(MessageWriter):
         response = self._response(status)
         if response["store"]:
             earlier = [message.model_dump(exclude_none=True) for message in self._chat.messages]
-            earlier = earlier[bool(self._asked.instructions) :]
-            again = ResponsesFields(input=self._items)
-            self._store.add(self.live.owner, response["id"], earlier + input_messages(again))
+            earlier = earlier[bool(self._request.instructions) :]
+            output = input_messages(ResponsesFields(input=self._items))
+            self._store.add(self.live.owner, response["id"], earlier + output)
         return response
 
     def end(self) -> list[dict[str, Any]]:
         closed = self._close()
+        if all(item["type"] == "reasoning" for item in self._items):  # an empty answer is a message, too
+            self._open = self._new_item("message")
+            closed += self._begin_item(self._open) + self._close()
         response = self._finished()
         return [*closed, {"type": f"response.{response['status']}", "response": response}]
 
     def whole(self) -> dict[str, Any]:
-        message: AnswerMessage = self.reader.message()
+        message = self.reader.message()
         for kind, text in (("reasoning", message.thought), ("message", message.text)):
             if text or (kind == "message" and not message.calls):
-                prefix = "msg" if kind == "message" else "rs"
-                item = {"id": f"{prefix}_{self.live.id}_{len(self._items)}", "type": kind, "text": text}
-                self._items.append(self._item(item, "completed"))
+                self._items.append(self._item(self._new_item(kind, text), "completed"))
         for call in message.calls:
             self._items.append(self._call_item(call))
         return self._finished()
@@ -454,15 +472,16 @@ async def responses(http: Request, fields: ResponsesFields) -> Response:
     earlier: Messages = []
     if fields.previous_response_id is not None:
         earlier = store.get(http.state.owner, fields.previous_response_id)
-    make_writer = partial(ResponsesWriter, asked=fields, store=store)
-
-    def refuse(live: LiveRequest, error: ApiError) -> Response | None:
-        """Tell a client of a stream that its conversation is too long in the form in which Codex understands it."""
+    make_writer = partial(ResponsesWriter, request=fields, store=store)
+    chat = conversation(fields, earlier, served_window(http, fields.model))
+    try:
+        return await answer(http, chat, fields, make_writer)
+    except ApiError as error:
         if not fields.stream or error.code != "context_length_exceeded":
-            return None
-        chat = conversation(fields, earlier)
-        writer = make_writer(live, chat, service_of(http).facts)
+            raise
+        # an event of a stream is how Codex understands that a conversation is too long
+        http.state.refusal = error.message
+        live: LiveRequest = http.state.live
+        writer = make_writer(live, chat, models_of(http).named(live.model).facts)
         events = [*map(writer.sent, writer.begin()), writer.failure(error)]
         return Response(b"".join(events), media_type=writer.media_type, headers=HEADERS)
-
-    return await answer(service_of(http), http, conversation(fields, earlier), fields, make_writer, refuse)

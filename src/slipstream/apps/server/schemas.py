@@ -227,13 +227,14 @@ class ContentPart(Fields):
 
     type: str
     text: str | None = None
+    image_url: Any = None  # an object with a url, or the url itself
 
 
 Parts = Annotated[list[ContentPart], FAIL_FAST]
 
 
 class PredictionFields(Fields):
-    """The expected answer."""
+    """A prediction of the answer, which is drafted first."""
 
     type: Literal["content"]
     content: str | Parts
@@ -261,7 +262,7 @@ class ResponseFormat(Fields):
 
 
 class StructuredOutputs(Fields):
-    """vLLM's constraints of the answer, of which a request has one."""
+    """vLLM's constraints of the answer; a request may have one of them."""
 
     json_schema: Annotated[
         dict[str, Any] | str | None, Field(alias="json", description="A schema, or its JSON as a string.")
@@ -344,6 +345,8 @@ class CompletionFields(SamplingFields):
 class CalledFunction(Fields):
     """The function that a call names."""
 
+    SILENT = frozenset({"index"})
+
     name: str
     arguments: Any = None  # JSON text, or an object
 
@@ -411,7 +414,7 @@ class ToolChoice(Fields):
 
 
 class ConversationFields(Fields):
-    """The inputs of a chat template besides messages."""
+    """The inputs of a chat template other than messages."""
 
     tools: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -473,9 +476,30 @@ class ErrorFields(Answer):
 
 
 class ErrorBody(Answer):
-    """Every refusal and failure, in the shape of OpenAI's errors."""
+    """A refusal or failure, in the shape of OpenAI's errors."""
 
     error: ErrorFields
+
+
+class AnthropicError(Answer):
+    """The reason for a refusal in Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(Answer):
+    """A refusal or failure, in the shape of Anthropic's errors."""
+
+    type: Literal["error"]
+    error: AnthropicError
+    request_id: str | None
+
+
+class OllamaErrorBody(Answer):
+    """A refusal or failure, in the shape of Ollama's errors."""
+
+    error: str
 
 
 class Tokenized(Answer):
@@ -550,7 +574,7 @@ class Completion(AnswerHead):
 
 
 class Message(Answer):
-    """The assistant's message."""
+    """The message of a chat choice."""
 
     role: Literal["assistant"]
     content: str | None
@@ -585,9 +609,9 @@ class ReplayResult(Answer):
     seconds: float
 
 
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": text} for status, text in WHY.items()
-}
+def refusals(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
+    """The refusals of an API, for the OpenAPI document. model: of their bodies."""
+    return {status: {"model": model, "description": text} for status, text in WHY.items()}
 
 
 def answers(model: type[Answer]) -> dict[int | str, dict[str, Any]]:

@@ -57,6 +57,13 @@ LABELED = {
     "slipstream:rejected": ("reason", "requests refused because too many waited"),
     "slipstream:replays": ("result", "answers replayed without drafting, and whether they were identical"),
 }
+GAUGES = {
+    "vllm:num_requests_running": "rows being decoded",
+    "vllm:num_requests_waiting": "requests that wait",
+    "vllm:kv_cache_usage_perc": "share of the batch's places that are taken",
+    "slipstream:model_loaded": "1 if the model is in memory",
+}
+CONFIG = ("drafter", "max_batch_size", "reproducible")  # settings of a decoder that are published
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": (FIRST_TOKEN_SECONDS, "from arrival to the first token"),
     "vllm:inter_token_latency_seconds": (INTER_TOKEN_SECONDS, "between tokens, a round's time shared by its tokens"),
@@ -183,60 +190,67 @@ class EngineStatus:
 
 
 class ServerMetrics:
-    """Folds events and rounds into metrics."""
+    """The metrics of all models, labeled with their names, and those of the server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._values = ("", "0")
-        self._counters = {name: Counter(name, text, LABELS, registry=self.registry) for name, text in COUNTERS.items()}
-        self._labeled = {
+        self.counters = {name: Counter(name, text, LABELS, registry=self.registry) for name, text in COUNTERS.items()}
+        self.labeled = {
             name: Counter(name, text, (*LABELS, label), registry=self.registry)
             for name, (label, text) in LABELED.items()
         }
-        self._histograms = {
+        self.histograms = {
             name: Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
             for name, (buckets, text) in HISTOGRAMS.items()
         }
-        self._gauges = {
-            name: Gauge(name, text, LABELS, registry=self.registry)
-            for name, text in (
-                ("vllm:num_requests_running", "rows being decoded"),
-                ("vllm:num_requests_waiting", "requests that wait"),
-                ("vllm:kv_cache_usage_perc", "share of the batch's places that are taken"),
-            )
-        }
+        self.gauges = {name: Gauge(name, text, LABELS, registry=self.registry) for name, text in GAUGES.items()}
+        self.info = Gauge("vllm:cache_config_info", "settings", (*LABELS, *CONFIG), registry=self.registry)
         self._http = Counter(
             "http_requests", "answers by address and status", ("handler", "method", "status"), registry=self.registry
         )
+        ProcessCollector(registry=self.registry)  # memory, processor time and open files, under Prometheus' own names
+        tasks = Gauge("slipstream:tasks", "tasks of the event loop", registry=self.registry)
+        tasks.set_function(lambda: len(asyncio.all_tasks()))  # pages are made on the event loop
+        threads = Gauge("slipstream:threads", "threads of the process that Python knows", registry=self.registry)
+        threads.set_function(threading.active_count)
+
+    def answered(self, handler: str, method: str, status: int) -> None:
+        """Count an answer. handler: the path as declared, so that there are few labels."""
+        self._http.labels(handler, method, str(status)).inc()
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class ModelMetrics:
+    """Folds the events and rounds of one model into the server's metrics."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics, self._values = metrics, ("", "0")
         self._times: dict[Job, dict[str, float]] = {}
         self._unfolded: list[tuple[LiveRequest, Committed]] = []
         self._observers: dict[str, Histogram] = {}
         self._counted_totals: dict[tuple[str, str | None], float] = {}
 
-    def describe(self, model: str, decoder: SpeculativeDecoder) -> None:
-        """Label all metrics with the model's name, and publish the decoder's settings."""
+    def name(self, model: str) -> None:
+        """Label all metrics with the model's name."""
         self._values = (model, "0")
-        for counter in self._counters.values():
+        for counter in self._metrics.counters.values():
             counter.labels(*self._values)
-        self._observers = {name: histogram.labels(*self._values) for name, histogram in self._histograms.items()}
-        config = {
-            "drafter": without_folders(decoder.drafter_name),
-            "max_batch_size": str(decoder.config.max_batch_size),
-            "reproducible": str(decoder.reproducible),
-        }
-        info = Gauge("vllm:cache_config_info", "settings", (*LABELS, *config), registry=self.registry)
-        info.labels(*self._values, *config.values()).set(1)
+        self._observers = {name: family.labels(*self._values) for name, family in self._metrics.histograms.items()}
+
+    def describe(self, decoder: SpeculativeDecoder) -> None:
+        """Publish the decoder's settings."""
+        config = decoder.config
+        values = (without_folders(decoder.drafter_name), str(config.max_batch_size), str(decoder.reproducible))
+        self._metrics.info.labels(*self._values, *values).set(1)
 
     def add(self, name: str, amount: float = 1, label: str | None = None) -> None:
         """Add to a counter. label: the value of its label, if it has one."""
         if label is None:
-            self._counters[name].labels(*self._values).inc(amount)
+            self._metrics.counters[name].labels(*self._values).inc(amount)
         else:
-            self._labeled[name].labels(*self._values, label).inc(amount)
-
-    def answered(self, handler: str, method: str, status: int) -> None:
-        """Count an answer. handler: the path as declared, so that there are few labels."""
-        self._http.labels(handler, method, str(status)).inc()
+            self._metrics.labeled[name].labels(*self._values, label).inc(amount)
 
     def stepped(self, tokens: int) -> None:
         """Note the number of tokens that a step committed; other counts of steps come from their totals."""
@@ -257,8 +271,7 @@ class ServerMetrics:
     def _fold(self) -> None:
         """Observe the times of rounds; many at once cost less than each on its own between two forwards."""
         for live, event in self._unfolded:
-            if (job := live.jobs[event.choice]) in self._times:  # rows of batch files are not
-                self._committed(live, job, event)
+            self._committed(live, live.jobs[event.choice], event)
         self._unfolded.clear()
 
     def _began(self, live: LiveRequest, job: Job, event: Started) -> None:
@@ -325,23 +338,9 @@ class ServerMetrics:
             self.add(name, total - self._counted_totals.get((name, label), 0.0), label)
         self._counted_totals = totals_by_name
 
-    def page(self, totals: StepTotals, gauges: dict[str, Any]) -> bytes:
-        """The metrics page. gauges: current values."""
+    def update(self, totals: StepTotals, gauges: dict[str, float]) -> None:
+        """Bring the server's metrics up to date. gauges: current values."""
         self._fold()
         self._count_totals(totals)
         for name, value in gauges.items():
-            self._gauges[name].labels(*self._values).set(value)
-        return generate_latest(self.registry)
-
-
-def add_process_figures(registry: CollectorRegistry) -> None:
-    """Memory, processor time and open files under Prometheus' own names; tasks of the event loop, and threads.
-
-    The registry is read on the event loop.
-    """
-    ProcessCollector(registry=registry)
-    for name, text, count in (
-        ("slipstream:tasks", "tasks of the event loop", lambda: len(asyncio.all_tasks())),
-        ("slipstream:threads", "threads of the process that Python knows", threading.active_count),
-    ):
-        Gauge(name, text, registry=registry).set_function(count)
+            self._metrics.gauges[name].labels(*self._values).set(value)

@@ -1,20 +1,20 @@
-"""The settings of a server besides its models, each with its default and help; needs no web framework."""
+"""The settings of a server, except its models, each with its default and help; needs no web framework."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from ipaddress import ip_address, ip_network
 
 from slipstream.checks import check_whole, is_number
 from slipstream.errors import UsageError, setting
+from slipstream.sampling.params import DEFAULT_MAX_TOKENS
 
 SEVERAL = "may be given several times"
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 USUAL_WINDOW = 4096  # tokens, for which a server's times and its queue are meant; they grow with a larger window
-BY_WINDOW = ("max_model_len", "default_max_tokens", "max_queued_tokens", "queue_timeout", "request_timeout")
 REQUEST_SECONDS = 600.0  # that a request may take with the usual window
 
 
@@ -42,33 +42,51 @@ class ServerSettings:
     trusted_proxy: tuple[str, ...] = setting(
         (), f"proxy whose X-Forwarded-For names the client: its address, or a network like 10.0.0.0/8; {SEVERAL}"
     )
+    greedy: bool = setting(
+        False,
+        "answer requests greedily that leave out the temperature, without the model's own sampling options",
+        per_model=True,
+    )
     served_model_name: tuple[str, ...] = setting(
-        (), f"name of the model, the first in answers; default: the target's; {SEVERAL}"
+        (), f"name of the model, the first in answers; default: the target's; {SEVERAL}", per_model=True
     )
     strict: bool = setting(
         False, "refuse fields without effect, other models' names and answers longer than the room left"
     )
     max_model_len: int | None = setting(
-        None, "tokens of a prompt and its answer; 0 is the model's context; default: as much of it as memory allows"
+        None,
+        "tokens of a prompt and its answer; 0 is the model's context; default: as much of it as memory allows",
+        per_model=True,
     )
     default_max_tokens: int | None = setting(
-        None, "most tokens of a chat answer if the request sets no limit; default: a quarter of --max-model-len"
+        None,
+        "most tokens of a chat answer if the request sets no limit; default: a quarter of --max-model-len",
+        per_model=True,
     )
-    max_queued_requests: int = setting(64, "requests that may wait; more are refused with status 429")
+    idle_minutes: float = setting(
+        0.0,
+        "minutes without requests after which the model is unloaded; the next request loads it again; 0: it stays",
+        per_model=True,
+    )
+    max_queued_requests: int = setting(64, "requests that may wait; more are refused with status 429", per_model=True)
     max_queued_tokens: int | None = setting(
-        None, "prompt tokens that may wait; more are refused with status 429; default: 16 times --max-model-len"
+        None,
+        "prompt tokens that may wait; more are refused with status 429; default: 16 times --max-model-len",
+        per_model=True,
     )
     max_body_bytes: int = setting(4 << 20, "largest request body; a larger one is refused with status 413")
     queue_timeout: float | None = setting(
-        None, "seconds a request may wait for its first round; default: 60 per 4096 tokens of --max-model-len"
+        None,
+        "seconds a request may wait for its first round; default: 60 per 4096 tokens of --max-model-len",
+        per_model=True,
     )
     request_timeout: float | None = setting(
-        None, "seconds a request may take in all; default: 600 per 4096 tokens of --max-model-len"
+        None, "seconds a request may take in all; default: 600 per 4096 tokens of --max-model-len", per_model=True
     )
     keep_alive_timeout: int = setting(75, "seconds that an idle connection stays open for the next request")
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
     no_special_tokens_in_prompts: bool = setting(
-        False, "refuse strings that would become special tokens of the model, such as the end of a turn"
+        False, "refuse strings that would become special tokens of the model, such as the end of a turn", per_model=True
     )
     share_learning: bool = setting(
         False,
@@ -78,6 +96,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if isinstance(self.served_model_name, str):  # as settings in files may have it
             object.__setattr__(self, "served_model_name", (self.served_model_name,) * bool(self.served_model_name))
+        # these depend on the window
+        unset = [f.name for f in fields(self) if f.default is None and getattr(self, f.name) is None]
         for name, low, high in (
             ("port", 0, 65535),
             ("max_model_len", 0, 1 << 24),
@@ -87,22 +107,25 @@ class ServerSettings:
             ("max_body_bytes", 1024, 1 << 30),
             ("keep_alive_timeout", 1, 1 << 20),
         ):
-            if getattr(self, name) is not None or name not in BY_WINDOW:
+            if name not in unset:
                 check_whole(name, getattr(self, name), low, high)
         for name in ("queue_timeout", "request_timeout", "drain_timeout"):
             value = getattr(self, name)
-            if not (value is None and name in BY_WINDOW) and (not is_number(value, 0, 1e6) or not value):
+            if name not in unset and (not is_number(value, 0, 1e6) or not value):
                 raise UsageError(f"{name}={value!r}; allowed: seconds above 0, up to 1e6")
-        for name in ("insecure", "strict", "share_learning", "no_special_tokens_in_prompts"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: true or false")
-        for name in ("host", "api_key_file"):
-            if not isinstance(getattr(self, name), str):
-                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a string")
-        for name in ("served_model_name", "allowed_host", "allowed_origin", "trusted_proxy"):
-            value = getattr(self, name)
-            if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-                raise UsageError(f"{name}={value!r}; allowed: a list of strings")
+        if not is_number(self.idle_minutes, 0, 1e6):
+            raise UsageError(f"idle_minutes={self.idle_minutes!r}; allowed: minutes from 0 to 1e6")
+        for f in fields(self):  # settings of Ray Serve can have any type
+            value = getattr(self, f.name)
+            if isinstance(f.default, bool) and not isinstance(value, bool):
+                raise UsageError(f"{f.name}={value!r}; allowed: true or false")
+            if isinstance(f.default, str) and not isinstance(value, str):
+                raise UsageError(f"{f.name}={value!r}; allowed: a string")
+            is_list = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+            if isinstance(f.default, tuple) and not is_list:
+                raise UsageError(f"{f.name}={value!r}; allowed: a list of strings")
+            if isinstance(value, list):
+                object.__setattr__(self, f.name, tuple(value))
         for name in self.allowed_host:
             if not (NAME.fullmatch(name) or is_address(name)):
                 raise UsageError(f"allowed_host={name!r}; allowed: a name without scheme and port, like box.lan")
@@ -138,7 +161,7 @@ class ServerSettings:
         scale = max(1.0, window / USUAL_WINDOW)
         return Limits(
             window,
-            self.default_max_tokens or max(1024, window // 4),
+            self.default_max_tokens or max(DEFAULT_MAX_TOKENS, window // 4),
             self.max_queued_tokens or 16 * max(window, USUAL_WINDOW),
             self.queue_timeout or 60.0 * scale,
             self.request_timeout or REQUEST_SECONDS * scale,

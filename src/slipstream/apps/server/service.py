@@ -1,40 +1,39 @@
-"""The server's state on the event loop: readiness, waiting requests, and requests in progress."""
+"""A model's state on the event loop: whether it is loaded, waiting requests, and requests in progress."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
 from typing import Literal
 
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import AnswerWriter
-from slipstream.apps.server.engine_thread import EngineThread
+from slipstream.apps.server.engine_thread import EngineThread, ModelEngine
 from slipstream.apps.server.error_objects import ApiError
-from slipstream.apps.server.live_request import Event, Job, LiveRequest, Started
+from slipstream.apps.server.live_request import Event, LiveRequest, Started
 from slipstream.apps.server.request_reading import name_ignored
-from slipstream.apps.server.request_rows import MakeWriter, RowMaker, check_model, compiles_slowly, writer_of
-from slipstream.apps.server.schemas import ChatFields, CompletionFields, DetokenizeFields, Fields, TokenizeFields
-from slipstream.apps.server.server_metrics import EngineStatus, ServerMetrics, StepTotals, add_process_figures
+from slipstream.apps.server.request_rows import MakeWriter, RowMaker, compiles_slowly, writer_of
+from slipstream.apps.server.schemas import ChatFields, CompletionFields, Fields
+from slipstream.apps.server.server_metrics import EngineStatus, ModelMetrics, ServerMetrics, StepTotals
 from slipstream.apps.server.server_settings import USUAL_WINDOW, ServerSettings
 from slipstream.apps.server.text_pool import TextPool
-from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 
 STALLED_SECONDS = 60.0  # see `Service.is_stalled`
 MAX_SHARES = 4  # all callers together may have this many times `max_queued_requests` waiting
-ENGINE_STOP_SECONDS = 10.0  # that a step under way may take to end
 log = logging.getLogger("slipstream.server")
-HasModel = ChatFields | CompletionFields | TokenizeFields | DetokenizeFields
-State = Literal["loading", "ready", "draining", "ended"]
 
 
 class Admission:
     """The requests that wait for their first round; callers with waiting requests share each limit equally."""
 
-    def __init__(self, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    def __init__(self, settings: ServerSettings, metrics: ModelMetrics) -> None:
         self._settings, self._metrics = settings, metrics
-        self.limits = settings.limits(USUAL_WINDOW)  # until the window is known
+        self.limits = settings.limits(settings.max_model_len or USUAL_WINDOW)  # until the model has been loaded
         self._prompt_tokens: dict[LiveRequest, int] = {}  # of every request that waits
 
     def __len__(self) -> int:
@@ -74,121 +73,226 @@ class Admission:
         return [live for live in self._prompt_tokens if live.caller == caller], max(1, limit // len(callers))
 
 
-class Service:
-    """Takes requests and hands them to the engine; used only on the event loop.
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that a server can load."""
 
-    on_ready: called once the models are loaded. on_end: called when the engine has ended, with its error, if any.
+    load: Callable[[], SpeculativeDecoder]  # called in the engine's thread
+    settings: ServerSettings  # the server's, with the model's own values
+    # downloads its files, and returns about how many bytes of memory it needs; None if that is unknown
+    fetch: Callable[[], int | None] = lambda: 0
+    device: str = "cpu"  # whose memory it needs: cpu or cuda
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The parts of a service that exist only while its model is loaded."""
+
+    decoder: SpeculativeDecoder
+    engine: ModelEngine
+    rows: RowMaker
+    text_pool: TextPool  # renders prompts
+    slow_pool: TextPool  # the same, with constraints that take seconds to compile
+
+
+class Service:
+    """Takes the requests for a model and hands them to its engine; used only on the event loop.
+
+    on_end: called when the model's engine has failed, with its error.
     """
 
     def __init__(
         self,
-        settings: ServerSettings,
-        on_ready: Callable[[Service], None] = lambda service: None,
-        on_end: Callable[[BaseException | None], None] = lambda error: None,
+        source: ModelSource,
+        metrics: ServerMetrics,
+        thread: EngineThread,
+        on_end: Callable[[Service, BaseException | None], None],
     ) -> None:
-        self.settings, self.metrics = settings, ServerMetrics()
-        add_process_figures(self.metrics.registry)
-        self.state: State = "loading"
+        self.source, self.settings, self.metrics = source, source.settings, ModelMetrics(metrics)
+        if self.settings.served_model_name:
+            self.metrics.name(self.settings.served_model_name[0])
         self.engine_status, self.totals = EngineStatus(), StepTotals(self._counted)
         self.live: set[LiveRequest] = set()
-        self.engine: EngineThread | None = None
-        self.admission = Admission(settings, self.metrics)
-        self._on_ready, self._on_end = on_ready, on_end
+        self.admission = Admission(self.settings, self.metrics)
+        self.limits = self.admission.limits
+        self.state: Literal["unloaded", "loading", "loaded"] = "unloaded"
+        self.is_leaving = False  # it is unloaded as soon as it is idle, to make room for another model
+        self.idle = asyncio.Event()  # set while no user needs the model in memory
+        self.idle.set()
+        self.waiting: dict[object, asyncio.Future[None]] = {}  # users that wait until it is loaded
+        self.last_used = 0.0
+        self.num_bytes: int | None = 0  # of memory that it needs, about; None if that is unknown
+        self._facts: ModelFacts | None = None  # they stay when the model is unloaded
+        self._loaded: LoadedModel | None = None
+        self._users: set[object] = set()
+        self._thread, self._on_end = thread, on_end
         self._ignored_fields: set[str] = set()  # those that the log has named
         self._preparing: set[LiveRequest] = set()  # those whose prompts are being rendered
-        self._submitted: set[LiveRequest] = set()  # those that the engine knows
+        self._submitted: dict[LiveRequest, ModelEngine] = {}  # those that an engine knows
         self._timers: dict[LiveRequest, list[asyncio.TimerHandle]] = {}
-        self._pools: tuple[TextPool, TextPool] | None = None  # quick and slow work
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle_timer: asyncio.TimerHandle | None = None
 
-    def start(self, load: Callable[[], SpeculativeDecoder]) -> None:
-        """Begin loading the models, in the engine's thread."""
+    async def load(self) -> None:
+        """Load the model in the engine's thread, and admit the users that wait for it."""
+        self.state = "loading"
+        begun = monotonic()
+        try:
+            self._facts, self._loaded = await self._thread.call(self._load)
+        except BaseException:
+            self.state = "unloaded"
+            raise
+        self.state = "loaded"
+        self.limits = self.admission.limits = self.loaded.rows.limits
+        self.metrics.name(self.facts.name)
+        self.metrics.describe(self.loaded.decoder)
+        log.info("loaded %s in %.1f s", self.names[0], monotonic() - begun)
+        self._begin_idle_time()
 
-        def loading() -> SpeculativeDecoder:
-            decoder = load()
-            self.facts = ModelFacts.of(decoder, "".join(self.settings.served_model_name[:1]))
-            self.rows = RowMaker.for_decoder(decoder, self.settings)
-            self.limits = self.admission.limits = self.rows.limits
-            self._pools = TextPool(decoder.tokenizer), TextPool(decoder.tokenizer)
-            return decoder
+    def _load(self) -> tuple[ModelFacts, LoadedModel]:
+        """Called in the engine's thread."""
+        decoder = self.source.load()
+        facts = ModelFacts.of(decoder, "".join(self.settings.served_model_name[:1]))
+        rows = RowMaker.for_decoder(decoder, self.settings)
+        text_pool, slow_pool = TextPool(decoder.tokenizer), TextPool(decoder.tokenizer)
+        engine = self._thread.add(decoder, partial(self.totals.step, facts=facts), self._ended)
+        return facts, LoadedModel(decoder, engine, rows, text_pool, slow_pool)
 
-        self.engine = EngineThread(loading, self._loaded, self._ended, self._stepped, lambda: bool(self._preparing))
-        self.engine.start()
+    def unload(self) -> None:
+        """Free the model's memory, unless it is in use."""
+        if self._loaded is not None and not self._users:
+            self._thread.post(partial(self._thread.remove, self._loaded.engine))
+            self._forget_loaded()
+            log.info("unloaded %s", self.names[0])
 
-    def _loaded(self, decoder: SpeculativeDecoder) -> None:
-        self.decoder = decoder
-        self.metrics.describe(self.facts.name, decoder)
-        if self.state == "loading":
-            self.state = "ready"
-        self._on_ready(self)
+    def _forget_loaded(self) -> None:
+        self.close()
+        self._loaded, self.state = None, "unloaded"
 
     def _ended(self, error: BaseException | None) -> None:
-        self.state = "ended"
-        for live in self.live.copy():
+        self._forget_loaded()
+        for live in self.live.difference(self.waiting):
             live.fail(ApiError(500, "the engine has stopped"))
-        self._on_end(error)
-
-    def _stepped(self, rounds: Sequence[Round]) -> None:
-        self.totals.step(rounds, self.facts)
+        self._on_end(self, error)
 
     def _counted(self, time: float, tokens: int) -> None:
         self.metrics.stepped(tokens)
         self.engine_status.stepped(time, tokens)
 
+    def keep(self, user: object) -> bool:
+        """Keep the model in memory until `leave` is called for this user; False if it must be loaded first."""
+        if self.state != "loaded" or self.is_leaving:
+            return False
+        self._users.add(user)
+        self.idle.clear()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        return True
+
+    def admit(self) -> None:
+        """Let the users in that wait for the model."""
+        for user, arrival in self.waiting.items():
+            if not arrival.done() and self.keep(user):
+                arrival.set_result(None)
+
+    def leave(self, user: object) -> None:
+        """Note that a user no longer needs the model in memory."""
+        if user in self._users:
+            self._users.remove(user)
+            if not self._users:
+                self._begin_idle_time()
+
+    def _begin_idle_time(self) -> None:
+        self.last_used = monotonic()
+        self.idle.set()
+        if self.settings.idle_minutes:
+            self._idle_timer = asyncio.get_running_loop().call_later(60 * self.settings.idle_minutes, self.unload)
+
     @property
-    def text_pool(self) -> TextPool:
-        self.check_ready()
-        assert self._pools is not None
-        return self._pools[0]
+    def idle_seconds_left(self) -> float | None:
+        """Seconds until the model is unloaded if no request comes; None if it stays."""
+        if not self.settings.idle_minutes:
+            return None
+        if self._idle_timer is None or not self.idle.is_set():
+            return 60 * self.settings.idle_minutes
+        return self._idle_timer.when() - asyncio.get_running_loop().time()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        if self._loaded is None:  # it has failed since the request was admitted
+            raise ApiError(503, "the engine has stopped", code="not_ready")
+        return self._loaded
+
+    @property
+    def known_facts(self) -> ModelFacts | None:
+        """The facts about the model; None until it has been loaded once."""
+        return self._facts
+
+    @property
+    def facts(self) -> ModelFacts:
+        assert self._facts is not None
+        return self._facts
+
+    @property
+    def is_preparing(self) -> bool:
+        """True while prompts are being rendered."""
+        return bool(self._preparing)
 
     @property
     def is_stalled(self) -> bool:
         """True if a step, or a string that waits for a thread, has taken longer than any healthy one does."""
-        if self.state != "ready" or self.engine is None or self._pools is None:
+        if self._loaded is None:
             return False
-        return max(self.engine.step_seconds, self._pools[0].waiting_seconds) > STALLED_SECONDS
+        return max(self._thread.step_seconds, self._loaded.text_pool.waiting_seconds) > STALLED_SECONDS
 
     @property
     def num_waiting(self) -> int:
         """Number of requests without a row that has begun."""
         return len(self.admission)
 
-    def check_ready(self) -> None:
-        """Refuse requests while models are loaded and while the server shuts down."""
-        if self.state != "ready":
-            why = {"loading": "the model is being loaded", "draining": "the server is shutting down"}
-            raise ApiError(503, why.get(self.state, "the engine has stopped"), code="not_ready")
+    def update_metrics(self) -> None:
+        """Bring the server's metrics up to date."""
+        running = self.engine_status.num_running
+        places = 1 if self._loaded is None else self._loaded.decoder.config.max_batch_size
+        gauges = {
+            "vllm:num_requests_running": running,
+            "vllm:num_requests_waiting": self.num_waiting,
+            "vllm:kv_cache_usage_perc": running / places,
+            "slipstream:model_loaded": self._loaded is not None,
+        }
+        self.metrics.update(self.totals.fold(), gauges)
 
-    def enter(self, endpoint: str, owner: str, salt: str | None, caller: str = "") -> LiveRequest:
+    def enter(self, owner: str, salt: str | None, caller: str = "") -> LiveRequest:
         """Count a new request before any work is done for it; refused if too many of its caller's wait."""
-        self.check_ready()
         self.admission.check_room(caller or owner)
         group = "" if self.settings.share_learning else owner
         group = group if salt is None else f"{group}\n{salt}"
-        live = LiveRequest(endpoint, owner, group, caller=caller or owner, observer=self._on_event)
+        live = LiveRequest(owner, group, model=self.names[0], caller=caller or owner, observer=self._on_event)
         self.admission.enter(live)
         self.live.add(live)
-        self._idle.clear()
-        self._preparing.add(live)
+        self.set_deadlines(live)
+        return live
+
+    def set_deadlines(self, live: LiveRequest) -> None:
+        """Limit a request's time, again once the model is loaded: the limits depend on its window."""
         late = ApiError(503, "no place became free in time; try again later", code="queue_timeout")
         too_long = ApiError(408, f"the request took over {self.limits.request_timeout:g} seconds", code="timeout")
-        loop = asyncio.get_running_loop()
+        loop, elapsed = asyncio.get_running_loop(), monotonic() - live.arrived
+        for timer in self._timers.pop(live, []):
+            timer.cancel()
         self._timers[live] = [
-            loop.call_later(self.limits.queue_timeout, self._fail_waiting, live, late),
-            loop.call_later(self.limits.request_timeout, self._fail, live, too_long),
+            loop.call_later(self.limits.queue_timeout - elapsed, self._fail_waiting, live, late),
+            loop.call_later(self.limits.request_timeout - elapsed, self.fail, live, too_long),
         ]
-        return live
 
     async def prepare(
         self, live: LiveRequest, fields: ChatFields | CompletionFields, make_writer: MakeWriter | None = None
     ) -> AnswerWriter:
         """Render the prompts and make the rows, in a thread next to the engine; nothing is queued yet."""
-        self.check_ready()
-        assert self._pools is not None
-        pool = self._pools[compiles_slowly(fields)]  # quick requests pass those that compile for seconds
+        loaded = self.loaded
+        self._preparing.add(live)
+        pool = loaded.slow_pool if compiles_slowly(fields) else loaded.text_pool
         work = pool.run(
-            lambda tokenizer: writer_of(self.rows, self.facts, live, fields, tokenizer, make_writer), live.caller
+            lambda tokenizer: writer_of(loaded.rows, self.facts, live, fields, tokenizer, make_writer), live.caller
         )
         return await live.before_failing(work)
 
@@ -197,15 +301,6 @@ class Service:
         """The names of the model; the first is the one in answers."""
         return self.settings.served_model_name or (self.facts.name,)
 
-    def check_model(self, fields: HasModel) -> None:
-        """Refuse requests for another model; unless the server is strict, it answers them with this one."""
-        try:
-            check_model(self.names, fields.model)
-        except ApiError:
-            if self.settings.strict:
-                raise
-            fields.ignore("model", f"; every name is answered by {self.names[0]!r} unless the server is --strict")
-
     def count_ignored(self, *requests: Fields | None) -> None:
         """Log the name of each field without effect once, and count them all. requests: the forms of one request."""
         for fields in requests:
@@ -213,23 +308,21 @@ class Service:
                 for name in name_ignored(fields, self.facts.tokenizer, self._ignored_fields):
                     self.metrics.add("slipstream:ignored_fields", label=name)
 
-    def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
+    def submit(self, live: LiveRequest) -> None:
         """Queue the rows of a request; refused if too many prompt tokens of its caller's wait."""
         if live.error is not None:  # it timed out while its prompts were rendered
             raise live.error
-        self.admission.add_tokens(live, sum(job.row.prompt_length for job in jobs))
+        self.admission.add_tokens(live, sum(job.row.prompt_length for job in live.jobs))
         self._preparing.discard(live)
-        live.jobs = jobs
-        self._submitted.add(live)
-        assert self.engine is not None
-        for job in jobs:
-            self.engine.submit(job)
+        engine = self._submitted[live] = self.loaded.engine
+        for job in live.jobs:
+            self._thread.post(partial(engine.submit, job))
 
     def _fail_waiting(self, live: LiveRequest, error: ApiError) -> None:
         if live in self.admission:
-            self._fail(live, error)
+            self.fail(live, error)
 
-    def _fail(self, live: LiveRequest, error: ApiError) -> None:
+    def fail(self, live: LiveRequest, error: ApiError) -> None:
         """End a request; its handler may hang in a send to a client that does not read, so its rows end here."""
         live.fail(error)
         self._end_rows(live)
@@ -244,11 +337,11 @@ class Service:
         """Cancel a request's unfinished rows before their next round."""
         self._preparing.discard(live)
         was_waiting = self.admission.leave(live)
-        unfinished = [job for job in live.jobs if not job.over] if live in self._submitted else []
-        self._submitted.discard(live)
+        engine = self._submitted.pop(live, None)
+        unfinished = [] if engine is None else [job for job in live.jobs if not job.over]
         for job in unfinished:
-            assert self.engine is not None
-            self.engine.cancel(job)
+            assert engine is not None
+            self._thread.post(partial(engine.cancel, job))
         if unfinished:
             self.metrics.add("slipstream:cancelled", label="queued" if was_waiting else "running")
 
@@ -258,28 +351,12 @@ class Service:
             timer.cancel()
         self._end_rows(live)
         self.live.discard(live)
-        if not self.live:
-            self._idle.set()
+        self.leave(live)
 
-    async def drain(self) -> None:
-        """Refuse new requests and wait for running ones; after the timeout, the rest end with an error."""
-        if self.state in ("loading", "ready"):
-            self.state = "draining"
-        try:
-            await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout)
-        except TimeoutError:
-            log.warning("drain_timeout=%g has passed: %d requests end", self.settings.drain_timeout, len(self.live))
-            for live in self.live:
-                self._fail(live, ApiError(503, "the server is shutting down", code="not_ready"))
-            for _ in range(50):  # their answers are being written
-                if not self.live:
-                    break
-                await asyncio.sleep(0.02)
-
-    def close(self, patience_seconds: float = ENGINE_STOP_SECONDS) -> None:
-        """End the engine, after the current step if that ends in time, and the threads."""
-        if self.engine is not None:
-            self.engine.stop()
-            self.engine.join(patience_seconds)
-        for pool in self._pools or ():
-            pool.close()
+    def close(self) -> None:
+        """End the threads that render prompts, and the timer."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        if self._loaded is not None:
+            self._loaded.text_pool.close()
+            self._loaded.slow_pool.close()

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, TypeVar
 
+from slipstream.apps.server.thread_call import ThreadCall
 from slipstream.tokenization.tokenizer import Tokenizer
 
 T = TypeVar("T")
 THREADS = 2
-
-
-@dataclass(eq=False)
-class _Call:
-    function: Callable[[Tokenizer | None], Any]
-    loop: asyncio.AbstractEventLoop
-    result: asyncio.Future[Any]
-    since: float = field(default_factory=monotonic)
 
 
 class TextPool:
@@ -35,21 +25,19 @@ class TextPool:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)  # copied for every thread, used by none
         self._changed = threading.Condition()
-        self._queues: OrderedDict[str, deque[_Call]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[ThreadCall[Any]]] = OrderedDict()
         self._closed = False
         for _ in range(THREADS):
             threading.Thread(target=self._work, name="slipstream-text", daemon=True).start()
 
     async def run(self, function: Callable[[Tokenizer | None], T], caller: str = "") -> T:
         """Call a function with a thread's tokenizer. caller: callers take turns."""
-        loop = asyncio.get_running_loop()
-        call = _Call(function, loop, loop.create_future())
+        call = ThreadCall(function)
         with self._changed:
             self._queues.setdefault(caller, deque()).append(call)
             self._changed.notify()
         try:
-            result: T = await call.result
-            return result
+            return await call.result
         finally:
             with self._changed:
                 if call in self._queues.get(caller, ()):  # the caller gave up before the call's turn
@@ -71,15 +59,9 @@ class TextPool:
         with self._changed:  # copies are made one at a time
             tokenizer = copy.deepcopy(self._tokenizer)
         while (call := self._next()) is not None:
-            try:
-                value = call.function(tokenizer)
-            except BaseException as error:  # the caller must get an outcome
-                failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-                _set_outcome(call, call.result.set_exception, failure)
-            else:
-                _set_outcome(call, call.result.set_result, value)
+            call.run(tokenizer)
 
-    def _next(self) -> _Call | None:
+    def _next(self) -> ThreadCall[Any] | None:
         with self._changed:
             while not (self._queues or self._closed):
                 self._changed.wait()
@@ -92,17 +74,8 @@ class TextPool:
                 self._queues.move_to_end(caller)
             return call
 
-    def _remove(self, caller: str, call: _Call) -> None:
+    def _remove(self, caller: str, call: ThreadCall[Any]) -> None:
         queue = self._queues[caller]
         queue.remove(call)
         if not queue:
             del self._queues[caller]
-
-
-def _set_outcome(call: _Call, outcome: Callable[[Any], None], value: Any) -> None:
-    def set_unless_done() -> None:
-        if not call.result.done():
-            outcome(value)
-
-    with suppress(RuntimeError):  # the event loop has ended, so nothing waits for it
-        call.loop.call_soon_threadsafe(set_unless_done)

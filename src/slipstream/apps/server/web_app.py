@@ -14,12 +14,10 @@ from starlette.types import Scope
 from slipstream.apps.server import engine_routes, messages_api, ollama_api, openai_routes, responses_api
 from slipstream.apps.server.access import Access, KeyFile
 from slipstream.apps.server.error_objects import ApiError, add_handlers
-from slipstream.apps.server.openai_routes import answer, service_of
 from slipstream.apps.server.responses_api import ResponseStore
-from slipstream.apps.server.schemas import REFUSALS, ChatCompletion, ChatFields, Completion, CompletionFields, streamed
+from slipstream.apps.server.schemas import ErrorBody, refusals
+from slipstream.apps.server.served_models import ServedModels
 from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.apps.server.service import Service
-from slipstream.decoder import SpeculativeDecoder
 from slipstream.version import __version__
 
 router = APIRouter()
@@ -49,7 +47,7 @@ PAGE = resources.files("slipstream.apps.server") / "page"  # the folder of the p
 @router.get("/", include_in_schema=False)
 async def index(http: Request) -> Response:
     """The page for chatting and for watching the engine."""
-    return _page_answer(http, "index.html")
+    return await page_file(http, "index.html")
 
 
 @router.get("/page/{name}", include_in_schema=False)
@@ -57,10 +55,6 @@ async def page_file(http: Request, name: str) -> Response:
     """A file of the page."""
     if name.rpartition(".")[2] not in KINDS or name not in {file.name for file in PAGE.iterdir()}:
         raise ApiError(404, f"/page/{name!r:.80}: there is no such file")
-    return _page_answer(http, name)
-
-
-def _page_answer(http: Request, name: str) -> Response:
     content = (PAGE / name).read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = {
@@ -77,11 +71,10 @@ def _page_answer(http: Request, name: str) -> Response:
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 APIS = (openai_routes, messages_api, responses_api, ollama_api, engine_routes)
 ROUTERS = (*(api.router for api in APIS), router)
-Load = Callable[[], SpeculativeDecoder]
 
 
-def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Service]) -> FastAPI:
-    """The application. load: makes the decoder, in the engine's thread; make_service: called on the event loop.
+def make_app(settings: ServerSettings, make_models: Callable[[], ServedModels]) -> FastAPI:
+    """The application. make_models: called on the event loop.
 
     UsageError if the key file cannot be used.
     """
@@ -89,10 +82,10 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = make_service()
-        service.start(load)
+        models = app.state.models = make_models()
+        models.start()
         yield
-        service.close()
+        models.close()
 
     app = FastAPI(
         title="Slipstream",
@@ -101,22 +94,12 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
         redoc_url=None,
         lifespan=lifespan,
         redirect_slashes=False,
-        responses=REFUSALS,
+        responses=refusals(ErrorBody),
     )
-    app.state.responses = ResponseStore()
+    app.state.responses, app.state.keys = ResponseStore(), keys
     add_handlers(app)
 
-    @app.post("/v1/chat/completions", responses=streamed(ChatCompletion, "chat.completion.chunk"))
-    async def chat_completions(http: Request, fields: ChatFields) -> Response:
-        """Answer a conversation, whole or as a stream."""
-        return await answer(service_of(http), http, fields)
-
-    @app.post("/v1/completions", responses=streamed(Completion, "text_completion"))
-    async def completions(http: Request, fields: CompletionFields) -> Response:
-        """Continue texts, whole or as a stream."""
-        return await answer(service_of(http), http, fields)
-
-    for routes in ROUTERS:  # last: addresses are tried in order, and those above are called most
+    for routes in ROUTERS:
         app.include_router(routes)
     app.state.addresses = [*app.routes, *(route for routes in ROUTERS for route in routes.routes)]
     if settings.allowed_origin:
@@ -129,7 +112,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
 
 def _count(scope: Scope, status: int) -> None:
     """Count an answer by its declared path; a request refused before routing has none."""
-    service: Service = scope["app"].state.service
+    models: ServedModels = scope["app"].state.models
     route = scope.get("route")
     method = scope["method"] if scope["method"] in METHODS else "other"  # clients may make up their own
-    service.metrics.answered("" if route is None else route.path, method, status)
+    models.metrics.answered("" if route is None else route.path, method, status)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.bench.arms import HF, PLAIN, parse_arm
-from slipstream.bench.report.report_data import Data, against
+from slipstream.bench.report.report_data import Records, against
 from slipstream.bench.result_tables import cell
 from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.checks import counted
@@ -25,12 +25,12 @@ class Advice:
     flags: str  # options that select it; empty if none are needed
 
 
-def headline(data: Data) -> str:
+def headline(data: Records) -> str:
     """A line such as "auto: 2.63x plain decoding (1.50 to 4.50), 9.70x Hugging Face (7.10 to 12.00), 12 prompts".
 
     The arm is the fastest lossless one at the smallest batch size.
     """
-    batch = min(arm.batch for arm in data.summaries)
+    batch = min(data.by_batch)
     best = _fastest(_usable(data, batch))
     if best is None:
         return "No lossless arm was measured to the end"
@@ -45,12 +45,12 @@ def headline(data: Data) -> str:
     return f"{_name(data, best.arm)}: {', '.join(ratios)}{measured}"
 
 
-def text_verdicts(data: Data) -> str:
+def text_verdicts(data: Records) -> str:
     """The verdicts on the outputs of the headline's arm, or of all others if plain decoding was the fastest.
 
     For example "3 of 3 texts are identical to plain decoding's".
     """
-    usable = _usable(data, min(arm.batch for arm in data.summaries))
+    usable = _usable(data, min(data.by_batch))
     best = _fastest(usable)
     if best is None:
         return ""
@@ -64,7 +64,7 @@ def text_verdicts(data: Data) -> str:
     return f"{same} of {compared} texts are identical to plain decoding's{ties}."
 
 
-def advice(data: Data) -> list[Advice]:
+def advice(data: Records) -> list[Advice]:
     """The arm to use at each batch size and temperature."""
     kinds = dict.fromkeys((arm.batch, data.references[arm.arm]) for arm in data.summaries)
     choices = (
@@ -73,7 +73,7 @@ def advice(data: Data) -> list[Advice]:
     return [choice for choice in choices if choice is not None]
 
 
-def over_hugging_face(data: Data) -> dict[tuple[str, int], Estimate]:
+def over_hugging_face(data: Records) -> dict[tuple[str, int], Estimate]:
     """Speed-ups over Hugging Face's `generate` by arm and batch size; empty if it was not run or is the reference."""
     if HF not in data.references or set(data.references.values()) == {HF}:
         return {}
@@ -85,12 +85,12 @@ def over_hugging_face(data: Data) -> dict[tuple[str, int], Estimate]:
     }
 
 
-def num_prompts(data: Data, batch: int) -> int:
+def num_prompts(data: Records, batch: int) -> int:
     """Number of different prompts that were run at a batch size."""
     return len({prompt for run in data.runs if run.batch == batch for prompt in run.prompts})
 
 
-def _advice(data: Data, arms: Sequence[ArmSummary]) -> Advice | None:
+def _advice(data: Records, arms: Sequence[ArmSummary]) -> Advice | None:
     best = _fastest(arms)
     if best is None or best.speed is None or len(arms) < 2:
         return None
@@ -111,7 +111,7 @@ def _advice(data: Data, arms: Sequence[ArmSummary]) -> Advice | None:
     return Advice(f"{text}{_next_best(data, best, arms)}{_faster_baselines(data, best)}.", flags(best.arm))
 
 
-def _next_best(data: Data, best: ArmSummary, arms: Sequence[ArmSummary]) -> str:
+def _next_best(data: Records, best: ArmSummary, arms: Sequence[ArmSummary]) -> str:
     """Comparison of the best arm with the next one, prompt by prompt, as the end of a sentence."""
     second = _fastest([arm for arm in arms if arm is not best and arm.arm != data.references[best.arm]])
     if second is None:
@@ -124,15 +124,13 @@ def _next_best(data: Data, best: ArmSummary, arms: Sequence[ArmSummary]) -> str:
     return f"; the next is {_name(data, second.arm)}, {cell(second.speed_up, unit='x').text}{remark}"
 
 
-def _faster_baselines(data: Data, best: ArmSummary) -> str:
+def _faster_baselines(data: Records, best: ArmSummary) -> str:
     """Arms of other projects that beat ours."""
     best_ratio = best.speed_up
     others = [
         arm
-        for arm in data.summaries
-        if arm.batch == best.batch
-        and parse_arm(arm.arm).baseline
-        and data.references[arm.arm] == data.references[best.arm]
+        for arm in data.by_batch[best.batch]
+        if parse_arm(arm.arm).baseline and data.references[arm.arm] == data.references[best.arm]
     ]
     faster = [arm for arm in others if best_ratio and (ratio := arm.speed_up) and ratio.value > best_ratio.value]
     return "".join(f"; {_name(data, arm.arm)} was faster still, {cell(arm.speed_up, unit='x')}" for arm in faster)
@@ -151,12 +149,12 @@ def flags(name: str) -> str:
     return " ".join(f"{option} {value}" for option, value in options if value is not None)
 
 
-def _usable(data: Data, batch: int) -> list[ArmSummary]:
+def _usable(data: Records, batch: int) -> list[ArmSummary]:
     """Our own arms that keep the target's output, did so, and were measured to the end."""
     return [
         arm
-        for arm in data.summaries
-        if arm.batch == batch and arm.lossless and not arm.verdicts["different"] and arm.speed_up is not None
+        for arm in data.by_batch[batch]
+        if arm.lossless and not arm.verdicts["different"] and arm.speed_up is not None
     ]
 
 
@@ -164,7 +162,7 @@ def _fastest(arms: Sequence[ArmSummary]) -> ArmSummary | None:
     return max(arms, key=lambda arm: ratio.value if (ratio := arm.speed_up) else 0.0, default=None)
 
 
-def _times(data: Data, arm: ArmSummary, base: str) -> str:
+def _times(data: Records, arm: ArmSummary, base: str) -> str:
     ratio = arm.speed_up
     assert ratio is not None
     return f"{_number(ratio)} {_name(data, base)}{_interval(ratio)}"
@@ -179,7 +177,7 @@ def _interval(ratio: Estimate) -> str:
     return f" ({entry.low} to {entry.high})" if entry.low else ", no interval"
 
 
-def _name(data: Data, arm: str) -> str:
+def _name(data: Records, arm: str) -> str:
     parsed = parse_arm(arm)
     is_plain = parsed.drafter == PLAIN and parsed.fast is None and not parsed.temperature
     return "plain decoding" if is_plain and data.label(arm).startswith("plain") else data.label(arm)

@@ -13,12 +13,13 @@ from typing import Any
 from slipstream import drafters
 from slipstream.bench.arms import ASSISTED, HF, LLAMA, LLAMA_LOOKUP, LOOKUP, TUNED, label, parse_arm
 from slipstream.bench.length_series import best_lengths
-from slipstream.bench.records import Header, VerdictName
-from slipstream.bench.report.headline import advice, headline, num_prompts, over_hugging_face, text_verdicts
+from slipstream.bench.records import Header
+from slipstream.bench.report.bibliography import citations
+from slipstream.bench.report.headline import advice, headline, text_verdicts
 from slipstream.bench.report.plots import Chart, height_of, inline_svg
-from slipstream.bench.report.report_data import Data, Sample, acceptance, efficiency, local_time, sample, sampled_texts
-from slipstream.bench.result_tables import Row, Table, cell, time_shares
-from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
+from slipstream.bench.report.report_data import Records, Sample, local_time, models, sample, sampled_texts
+from slipstream.bench.report.tables import failures, families, overall, times
+from slipstream.bench.summary import FEWEST_GROUPS, wrong_texts
 from slipstream.checks import counted
 from slipstream.config import DecoderConfig
 from slipstream.sampling.params import SamplingParams
@@ -26,10 +27,9 @@ from slipstream.tokenization.tokenizer import Tokenizer
 
 TEMPLATE = "report.html.jinja"
 SAMPLES_PER_FAMILY = 2
-VERDICTS = ("reference", "identical", "tie", "different", "not compared")
 
 
-def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> str:
+def render(data: Records, charts: Sequence[Chart], tokenizer: Tokenizer | None, title: str = "", note: str = "") -> str:
     """The document. tokenizer: decodes the samples; without one their token ids are shown."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -40,20 +40,21 @@ def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    target, draft = data.header.settings.get("target"), data.header.settings.get("draft")
     return environment.get_template(TEMPLATE).render(
-        models=f"{target}" + (f" with {draft} as draft model" if draft else ""),
+        title=title,
+        note=note,
+        models=models(data),
         headline=headline(data),
         opening=_opening(data),
         warnings=_warnings(data),
         verdicts=text_verdicts(data),
         advice=advice(data),
         lengths=best_lengths(data.summaries),
-        overall=[_overall(data, batch) for batch in _batches(data)],
-        families=[_families(data, batch) for batch in _batches(data)],
-        failures=_failures(data),
+        overall=[overall(data, batch) for batch in data.by_batch],
+        families=[families(data, batch) for batch in data.by_batch],
+        failures=failures(data),
         charts=_chart_rows(charts),
-        time=_time(data),
+        time=times(data),
         samples=_samples(data, tokenizer),
         arms=[(label(name), describe(name)) for name in data.header.settings.get("arms", [])],
         settings=settings_table(data.header),
@@ -62,107 +63,30 @@ def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> 
             for name, value in (data.header.machine | data.header.versions).items()
         ],
         command=data.header.command,
+        citations=citations(data),
     )
 
 
-def _opening(data: Data) -> str:
+def _opening(data: Records) -> str:
     prompts = {prompt for run in data.runs for prompt in run.prompts}
     repeats = len({run.repeat for run in data.runs})
     machine = data.header.machine
     return (
         f"{counted(len(data.runs), 'measurement')} on {counted(len(prompts), 'prompt')}, {counted(repeats, 'repeat')}, "
         f"begun {local_time(data.header.started)}, on {machine.get('gpu') or machine.get('processor')}. In brackets: "
-        "95 % bootstrap intervals over prompts and repeats. Times are medians and count prompt processing."
+        f"95 % bootstrap intervals over prompts and repeats, from {FEWEST_GROUPS} prompts on. Times are medians "
+        "and count prompt processing."
     )
 
 
-def _warnings(data: Data) -> list[str]:
+def _warnings(data: Records) -> list[str]:
     lines = [
         f"{data.label(arm.arm)}, batch {arm.batch}: {arm.verdicts['different']} texts differ from plain decoding and "
         "are not ties."
         for arm in wrong_texts(data.summaries)
     ]
-    lossy = {arm.arm for arm in data.summaries if arm.stats is not None and not arm.stats.lossless}
+    lossy = {arm.arm for arm in data.summaries if arm.lossy}
     return lines + [f"{data.label(name)} is lossy: its output is not the target's own." for name in sorted(lossy)]
-
-
-def _batches(data: Data) -> list[int]:
-    return list(dict.fromkeys(arm.batch for arm in data.summaries))
-
-
-def _overall(data: Data, batch: int) -> Table:
-    measures = ["acceptance rate", "alpha", "tokens per forward"]
-    over_hf = over_hugging_face(data)
-    hf = ["over Hugging Face"] if over_hf else []
-    columns = ["arm", "tokens per second", "speed-up", "over", *hf, "texts", *measures]
-    rows: list[Row] = [
-        [
-            data.label(arm.arm),
-            *_speeds(data, arm),
-            *(cell(over_hf.get((arm.arm, batch)), unit="x") for _ in hf),
-            # "reference" outputs are those that the others are compared with
-            ", ".join(f"{arm.verdicts[name]} {name}" for name in VERDICTS if arm.verdicts[name]) or "-",
-            *_acceptance(data, arm),
-        ]
-        for arm in data.summaries
-        if arm.batch == batch
-    ]
-    title = (
-        f"Batch size {batch}, {counted(num_prompts(data, batch), 'prompt')}: speed, and the texts it was reached with"
-    )
-    bases = {data.label(reference) for reference in data.references.values()}
-    if len(bases) > 1:
-        return Table(title, columns, rows)
-    return Table(f"{title}; speed-ups are over {bases.pop()}", columns, rows).without("over")
-
-
-def _speeds(data: Data, arm: ArmSummary) -> Row:
-    if arm.speed is None:
-        return ["failed", "-", "-"]
-    speed_up = arm.speed.speed_up
-    over = data.label(data.references[arm.arm]) if speed_up is not None else "-"
-    return [cell(arm.speed.tokens_per_second, ".1f"), cell(speed_up, unit="x"), over]
-
-
-def _acceptance(data: Data, arm: ArmSummary) -> Row:
-    if arm.stats is None or not arm.stats.num_draft_tokens:
-        return ["-", "-", efficiency(arm)]
-    alpha = arm.stats.alpha
-    rate = cell(acceptance(data.runs_of(arm.arm, arm.batch)))
-    return [rate, "-" if alpha is None else f"{alpha:.2f}", efficiency(arm)]
-
-
-def _families(data: Data, batch: int) -> Table:
-    """Speed-ups and parity by family: a line per family, so that it fits."""
-    families = dict.fromkeys(run.family for run in data.runs if run.batch == batch)
-    arms = [arm for arm in data.summaries if arm.batch == batch]
-    rows = [[family, *(_family(data, arm, family) for arm in arms)] for family in families]
-    title = (
-        f"Batch size {batch}: speed-up (geometric mean over prompts); how many of the texts compared are plain "
-        "decoding's own"
-    )
-    return Table(title, ["family", *(data.label(arm.arm) for arm in arms)], rows)
-
-
-def _family(data: Data, arm: ArmSummary, family: str) -> str:
-    if family not in arm.families:
-        return "failed"
-    texts: dict[tuple[str, ...], list[VerdictName]] = {}
-    for run in data.runs_of(arm.arm, arm.batch):
-        for row, verdict in enumerate(run.verdicts if run.family == family else ()):
-            texts.setdefault((*run.prompts, str(row)), []).append(verdict)
-    compared = [verdicts for verdicts in texts.values() if "not compared" not in verdicts]
-    same = sum(set(verdicts) <= {"identical", "reference"} for verdicts in compared)
-    parity = f"{same} of {len(compared)}" if compared else "not compared"
-    return f"{cell(arm.families[family].speed_up, unit='x')}; {parity}"
-
-
-def _failures(data: Data) -> Table:
-    columns = ["arm", "batch", "failed runs", "first error"]
-    rows = [
-        [data.label(arm.arm), str(arm.batch), str(arm.failed), arm.error or ""] for arm in data.summaries if arm.failed
-    ]
-    return Table("runs that failed; their arms have no overall speed", columns, rows, words=["first error"])
 
 
 def _chart_rows(charts: Sequence[Chart]) -> list[list[tuple[str, str]]]:
@@ -175,20 +99,7 @@ def _chart_rows(charts: Sequence[Chart]) -> list[list[tuple[str, str]]]:
     return [row for row in rows if row]
 
 
-def _time(data: Data) -> Table:
-    title = (
-        "shares of the measured seconds; overhead is all that no other part covers. Last column: the share of a "
-        "round's time that is neither drafting nor verifying nor accepting"
-    )
-    rows: list[Row] = [
-        [data.label(arm.arm), str(arm.batch), *shares]
-        for arm in data.summaries
-        if (shares := time_shares(arm)) is not None
-    ]
-    return Table(title, ["arm", "batch", *PARTS, "overhead", "overhead of a round"], rows)
-
-
-def _samples(data: Data, tokenizer: Tokenizer | None) -> dict[str, list[Sample]]:
+def _samples(data: Records, tokenizer: Tokenizer | None) -> dict[str, list[Sample]]:
     speeds = [(arm.speed.tokens_per_second.value if arm.speed else 0.0, arm.arm) for arm in data.summaries]
     fastest = list(dict.fromkeys(arm for _, arm in sorted(speeds, reverse=True)))
     return {

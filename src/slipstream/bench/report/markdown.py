@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.bench.records import Header
-from slipstream.bench.report.report_data import Data, efficiency, local_time
+from slipstream.bench.report.report_data import Records, efficiency, local_time, machine_words, models
 from slipstream.bench.result_tables import Cell, Row, Table, cell, markdown_table
-from slipstream.bench.summary import ArmSummary
+from slipstream.bench.summary import FEWEST_GROUPS, ArmSummary
 from slipstream.checks import counted
 from slipstream.text.round_view import percent
 
 VERDICTS = ("identical", "tie", "different")
 
 
-def markdown(data: Data) -> str:
+def markdown(data: Records) -> str:
     """Speed-ups per family and their geometric mean, parity, acceptance; then settings, machine and versions."""
     parts = [_title(data)]
-    for batch in dict.fromkeys(arm.batch for arm in data.summaries):
-        arms = [arm for arm in data.summaries if arm.batch == batch]
-        parts.append(markdown_table(_table(arms, batch)))
-    return "\n\n".join([*parts, _settings(data), _machine(data.header)])
+    parts += [markdown_table(_table(arms, batch)) for batch, arms in data.by_batch.items()]
+    return "\n\n".join([*parts, _settings(data), machine_words(data.header)])
 
 
-def _title(data: Data) -> str:
+def _title(data: Records) -> str:
     arms = ", ".join(f"`{name}`" for name in dict.fromkeys(data.references.values()))
     return (
         f"Tokens per second relative to {arms} in the same run, prompt processing included; geometric means over "
-        "prompts, 95 % intervals in brackets. Texts are compared with plain decoding of the same prompt."
+        f"n prompts, in brackets 95 % intervals from {FEWEST_GROUPS} prompts on. Texts are compared with "
+        "plain decoding of the same prompt."
     )
 
 
@@ -40,6 +38,7 @@ def _table(summaries: Sequence[ArmSummary], batch: int) -> Table:
     speeds = [arm.speed for arm in summaries]
     rows += [
         ["geometric mean", *(Cell("failed") if speed is None else cell(speed.speed_up) for speed in speeds)],
+        ["n", *("-" if speed is None else str(speed.groups) for speed in speeds)],
         ["tokens per second", *("failed" if s is None else f"{s.tokens_per_second.value:.1f}" for s in speeds)],
         ["texts identical / tie / different", *(_texts(arm) for arm in summaries)],
         ["acceptance rate", *("-" if stats is None else percent(stats.acceptance_rate) for stats in drafted)],
@@ -49,7 +48,10 @@ def _table(summaries: Sequence[ArmSummary], batch: int) -> Table:
 
 
 def _family(arm: ArmSummary, family: str) -> str:
-    return cell(arm.families[family].speed_up).text if family in arm.families else "failed"
+    if family not in arm.families:
+        return "failed"
+    speed = arm.families[family]
+    return f"{cell(speed.speed_up).text} (n = {speed.groups})"
 
 
 def _texts(arm: ArmSummary) -> str:
@@ -63,23 +65,14 @@ def _texts(arm: ArmSummary) -> str:
     return (text or "none") + (" (lossy)" if arm.lossy else "")
 
 
-def _settings(data: Data) -> str:
+def _settings(data: Records) -> str:
     settings, config = data.header.settings, data.header.settings.get("config", {})
     params = settings.get("params", {})
-    draft = f" with {settings['draft']} as draft model" if settings.get("draft") else ""
     prompts = len({prompt for run in data.runs for prompt in run.prompts})
     repeats = len({run.repeat for run in data.runs})
     temperature = params.get("temperature")
     sampling = "greedy" if temperature == 0 else f"temperature {temperature}, seed {params.get('seed')}"
     return (
-        f"{settings.get('target')}{draft}, dtype {config.get('dtype')}, {sampling}, up to {params.get('max_tokens')} "
+        f"{models(data)}, dtype {config.get('dtype')}, {sampling}, up to {params.get('max_tokens')} "
         f"tokens, {counted(prompts, 'prompt')}, {counted(repeats, 'repeat')}, begun {local_time(data.header.started)}."
     )
-
-
-def _machine(header: Header) -> str:
-    machine, versions = header.machine, header.versions
-    gpu = f"{machine['gpu']}, " if machine.get("gpu") else ""
-    memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") is not None else ""
-    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"{gpu}{machine.get('processor')}, {machine.get('cores')} cores{memory}; {libraries}."

@@ -1,4 +1,4 @@
-"""The charts of a report, drawn with matplotlib: PNG and SVG files for a paper, inline SVG for the page.
+"""The charts of a report, drawn with matplotlib: PDF, PNG and SVG files for a paper, inline SVG for the page.
 
 Colors are Okabe and Ito's (2008), which color-blind readers can distinguish; markers and dashes differ as well, so
 that a gray print can be read. Inline SVG takes ink and grid from the page, so it follows a light or a dark scheme.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from slipstream.bench.arms import Arm, parse_arm
 from slipstream.bench.length_series import Cell, Series, parity_of, series_of
 from slipstream.bench.report.headline import FEW_PROMPTS
-from slipstream.bench.report.report_data import Data, acceptance, acceptance_at, drafted_at
+from slipstream.bench.report.report_data import Records, acceptance, acceptance_at, drafted_at
 from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.errors import SlipstreamError, UsageError, os_reason
 
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colors, so that no pair repeats within 42 lines
 DASHES = ("-", "--", "-.", ":")
+DODGE = 0.05  # between neighboring lines, of the distance of whole numbers x
 INK, GRID = "#010203", "#d5d8dc"  # ink is used for nothing else, so `inline_svg` can replace it
 WIDTH, HEIGHT, ROW, HEAD = 4.2, 3.0, 0.13, 1.4  # inches; a chart of rows grows with them
 DPI = 300
 LONGEST = 28  # characters of a row's name that leave room for the values
-TWO_COLUMNS = 22  # characters of the longest name that fits beside another one
+TWO_COLUMNS = 22  # characters of the longest name that fits next to another one
 _STYLE: dict[str, Any] = {
     "text.parse_math": False,  # names are the user's, and a dollar sign is one
     "font.size": 9.5,
@@ -59,6 +60,11 @@ _STYLE: dict[str, Any] = {
     "lines.linewidth": 1.4,
     "lines.markersize": 4.5,
     "errorbar.capsize": 2.0,
+}
+METADATA: dict[str, Any] = {  # without dates, so that equal charts are equal files
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+    "png": None,
+    "svg": {"Date": None, "Creator": None},
 }
 FEWEST_POINTS = 3  # of a chart; tables show fewer better
 FEWEST_DRAFTED = 20  # tokens of a repeat at a position of the draft; fewer say nothing about the position
@@ -90,7 +96,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture."""
+    """The data and the words of one picture."""
 
     name: str  # of its files, without extension
     title: str
@@ -111,12 +117,12 @@ def require_matplotlib() -> None:
 
 
 def save(charts: Iterable[Chart], folder: Path) -> list[Path]:
-    """Write every chart as PNG (300 dots per inch) and SVG into a folder, and return the files."""
+    """Write every chart as PDF, PNG (300 dots per inch) and SVG into a folder, and return the files."""
     files = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for chart in charts:
-            for ending in ("png", "svg"):
+            for ending in METADATA:
                 file = folder / f"{chart.name}.{ending}"
                 file.write_bytes(_saved(chart, ending, "path"))
                 files.append(file)
@@ -177,20 +183,21 @@ def _drawn(chart: Chart, fonts: str, height: float | None = None) -> Iterator[Fi
 
 def _saved(chart: Chart, ending: str, fonts: str, height: float | None = None) -> bytes:
     buffer = io.BytesIO()
-    metadata = {"Date": None, "Creator": None} if ending == "svg" else None
     with _drawn(chart, fonts, height) as figure, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in another script: the page's fonts have it
-        figure.savefig(buffer, format=ending, dpi=DPI, metadata=metadata, transparent=fonts == "none")
+        figure.savefig(buffer, format=ending, dpi=DPI, metadata=METADATA[ending], transparent=fonts == "none")
     return buffer.getvalue()
 
 
 def _draw_lines(axes: Axes, chart: Chart) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    for line in chart.lines:
+    for number, line in enumerate(chart.lines):
         look = _look(line)
+        shift = DODGE * (number - (len(chart.lines) - 1) / 2)  # else equal points would hide each other
         for points in _neighbors(line.points):
-            axes.errorbar(*_columns(points), yerr=_errors(points), **look)
+            positions, values = _columns(points)
+            axes.errorbar([position + shift for position in positions], values, yerr=_errors(points), **look)
             look["label"] = "_"  # one entry in the legend
     if chart.level is not None:
         axes.axhline(chart.level, color=INK, linewidth=0.9, linestyle=(0, (1, 1)))
@@ -243,14 +250,14 @@ def _look(line: Line) -> dict[str, Any]:
     return {"color": color, "marker": marker, "linestyle": dash, "label": line.name}
 
 
-def charts(data: Data) -> list[Chart]:
-    """All charts with at least `FEWEST_POINTS` points, in the order of a report."""
+def charts(data: Records) -> list[Chart]:
+    """All charts with at least `FEWEST_POINTS` points, or a line of as many, in the order of a report."""
     all_charts: list[Chart] = []
-    for batch in dict.fromkeys(entry.batch for entry in data.summaries):
-        arms = [entry for entry in data.summaries if entry.batch == batch]
+    for batch, arms in data.by_batch.items():
         series = [entry for entry in series_of(data.summaries) if entry.batch == batch]
         for chart in (*_families(data, arms), *_over_length(data, series), *_by_position(data, arms)):
-            if sum(len(line.points) for line in chart.lines) < FEWEST_POINTS:
+            points = [len(line.points) for line in chart.lines]
+            if (sum(points) if chart.kind == "rows" else max(points)) < FEWEST_POINTS:
                 continue
             title = f"{chart.title}, batch size {batch}"
             all_charts.append(replace(chart, name=f"{chart.name}_batch_{batch}", title=title))
@@ -274,7 +281,7 @@ def _speed(arm: ArmSummary) -> float:
     return arm.speed.tokens_per_second.value if arm.speed is not None else 0.0
 
 
-def _families(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
+def _families(data: Records, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
     """Speed-up by family, several arms per picture."""
     shown = [arm for arm in selected(summaries) if arm.arm != data.references[arm.arm]]
     for number, part in enumerate(_parts(shown), 1):
@@ -296,7 +303,7 @@ def _family_points(arm: ArmSummary, families: Sequence[str]) -> tuple[Point, ...
     return tuple(_point(row, ratio) for row, ratio in ratios if ratio is not None)
 
 
-def _over_length(data: Data, all_series: Sequence[Series]) -> Iterator[Chart]:
+def _over_length(data: Records, all_series: Sequence[Series]) -> Iterator[Chart]:
     """Tokens per second and acceptance rate over draft length."""
     for number, part in enumerate(_parts(all_series), 1):
         speeds = _filled(Line(data.label(series.name), _speeds(series.cells), look) for look, series in enumerate(part))
@@ -321,12 +328,12 @@ def _speeds(cells: Sequence[Cell]) -> tuple[Point, ...]:
     return tuple(_point(length, speed.tokens_per_second) for length, speed in timed if speed is not None)
 
 
-def _rates(data: Data, cells: Sequence[Cell]) -> tuple[Point, ...]:
+def _rates(data: Records, cells: Sequence[Cell]) -> tuple[Point, ...]:
     rates = [(c.length, acceptance(data.runs_of(c.summary.arm, c.summary.batch))) for c in cells if c.length > 0]
     return tuple(_point(length, rate) for length, rate in rates if rate is not None)
 
 
-def _by_position(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
+def _by_position(data: Records, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
     """Share of draft tokens accepted at each position of the draft."""
     drafting = [arm for arm in summaries if arm.stats is not None and arm.stats.num_draft_tokens]
     if len(drafting) > MOST:
@@ -338,17 +345,20 @@ def _by_position(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]
         lines = _filled(Line(data.label(arm.arm), _positions(data, arm), look) for look, arm in enumerate(part))
         if not lines:
             continue
+        names = [data.label(arm.arm) for arm in part]
+        left_out = ", ".join(name for name in names if name not in {line.name for line in lines})
         name, title = _numbered("acceptance_by_position", "Acceptance by position", number, len(drafting))
         has_bars = any(point.low is not None for line in lines for point in line.points)
         intervals = (
             f"{INTERVALS}, where there are {FEW_PROMPTS} or more." if has_bars else "Too few prompts for intervals."
         )
-        caption = f"Accepted of the tokens drafted at each position, if {FEWEST_DRAFTED} or more were. {intervals}"
+        caption = f"Accepted of the tokens drafted at each position, if {FEWEST_DRAFTED} or more were"
+        caption += f", which leaves out {left_out}. {intervals}" if left_out else f". {intervals}"
         label = "accepted / drafted"
         yield Chart(name, title, caption, "position in the draft (tokens)", label, lines, share=True)
 
 
-def _positions(data: Data, arm: ArmSummary) -> tuple[Point, ...]:
+def _positions(data: Records, arm: ArmSummary) -> tuple[Point, ...]:
     """The positions where enough was drafted, with intervals where enough prompts have drafts that long."""
     runs = data.runs_of(arm.arm, arm.batch)
     points = []

@@ -5,18 +5,19 @@ Marks need no color: rejected tokens are struck through, the target's own are un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slipstream.bench.arms import check_reference, label, parse_arm
-from slipstream.bench.length_series import references, summarize_by_temperature
+from slipstream.bench.arms import HF, PLAIN, check_reference, label, parse_arm, uses_draft_model
+from slipstream.bench.length_series import references, summarize_over
 from slipstream.bench.records import Header, Run, read_records
-from slipstream.bench.summary import RESAMPLES, SEED, ArmSummary, Estimate, estimated, summarize
+from slipstream.bench.summary import FEWEST_GROUPS, RESAMPLES, SEED, ArmSummary, Estimate, estimated
 from slipstream.checks import counted
 from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import UsageError
@@ -24,8 +25,6 @@ from slipstream.text.round_view import views
 from slipstream.tokenization.tokenizer import Tokenizer
 
 MAX_SAMPLE_TOKENS = 400  # shown of a text
-Prompts = tuple[str, ...]
-Count = Callable[[Run], float]
 CSS_CLASSES = {
     "accepted": "acc",
     "branch": "acc tree",
@@ -38,8 +37,8 @@ CSS_CLASSES = {
 
 
 @dataclass(frozen=True)
-class Data:
-    """A folder of runs."""
+class Records:
+    """The runs of a benchmark, with a summary of each arm at each batch size."""
 
     header: Header
     runs: list[Run]
@@ -51,12 +50,23 @@ class Data:
         several = len({parse_arm(arm).temperature for arm in self.references}) > 1
         return label(name, temperature=several)
 
+    @cached_property
+    def by_batch(self) -> dict[int, list[ArmSummary]]:
+        """The arms of each batch size, in the order in which they were measured."""
+        sizes = dict.fromkeys(arm.batch for arm in self.summaries)
+        return {size: [arm for arm in self.summaries if arm.batch == size] for size in sizes}
+
+    def of_family(self, family: str) -> Records:
+        """The runs of one family of prompts."""
+        runs = [run for run in self.runs if run.family == family]
+        return replace(self, runs=runs, summaries=summarize_over(runs, self.references))
+
     def runs_of(self, arm: str, batch: int) -> list[Run]:
         """The runs of an arm at a batch size that did not fail."""
         return [run for run in self.runs if run.arm == arm and run.batch == batch and run.error is None]
 
 
-def load(folder: Path) -> Data:
+def load(folder: Path) -> Records:
     """Read a folder written by `slipstream bench`, `slipstream sweep` or `slipstream tune`."""
     header, runs = read_records(folder)
     names, default = header.settings.get("arms"), header.settings.get("reference")
@@ -67,15 +77,41 @@ def load(folder: Path) -> Data:
     if not runs:
         raise UsageError(f"folder {str(folder)!r} holds no runs yet; allowed: at least one finished run")
     names = list(dict.fromkeys((*names, *(run.arm for run in runs))))  # `tune` chooses arms while it measures
-    header = replace(header, settings={**header.settings, "arms": names})
-    return Data(header, runs, summarize_by_temperature(runs, default), references(names, default))
+    return records_of(replace(header, settings={**header.settings, "arms": names}), runs)
 
 
-def against(data: Data, reference: str) -> Data:
+def records_of(header: Header, runs: list[Run]) -> Records:
+    """Runs with their summaries, each arm against its own reference."""
+    base = references(header.settings["arms"], header.settings["reference"])
+    return Records(header, runs, summarize_over(runs, base), base)
+
+
+def against(data: Records, reference: str) -> Records:
     """Summaries of the runs with every speed-up relative to one arm."""
     names = list(data.references)
     check_reference(reference, names)
-    return replace(data, summaries=summarize(data.runs, reference), references=dict.fromkeys(names, reference))
+    base = dict.fromkeys(names, reference)
+    return replace(data, summaries=summarize_over(data.runs, base), references=base)
+
+
+def models(data: Records) -> str:
+    """The target, and the draft model with the arms that use it, if any do."""
+    target, draft = data.header.settings.get("target"), data.header.settings.get("draft")
+    speculative = [name for name in data.references if parse_arm(name).drafter != PLAIN and name != HF]
+    users = [name for name in speculative if uses_draft_model(parse_arm(name))] if draft else []
+    if not users:
+        return str(target)
+    whose = "" if users == speculative else f" of {', '.join(map(data.label, users))}"
+    return f"{target} with {draft} as draft model{whose}"
+
+
+def machine_words(header: Header) -> str:
+    """The machine and the versions of a run in one line."""
+    machine, versions = header.machine, header.versions
+    gpu = f"{machine['gpu']}, " if machine.get("gpu") else ""
+    memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") is not None else ""
+    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{gpu}{machine.get('processor')}, {machine.get('cores')} cores{memory}; {libraries}."
 
 
 def efficiency(arm: ArmSummary) -> str:
@@ -86,14 +122,14 @@ def efficiency(arm: ArmSummary) -> str:
 def total_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate | None:
     """sum(above) / sum(below), each with one number per prompt (or group of prompts), and its 95 % interval.
 
-    A resample draws prompts with replacement. None if sum(below) is 0; no interval for a single prompt.
+    A resample draws prompts with replacement. None if sum(below) is 0; no interval for fewer than `FEWEST_GROUPS`.
     """
     upper, lower = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
     if not lower.sum():
         return None
     value = float(upper.sum() / lower.sum())
     prompts = len(lower)
-    if prompts == 1:
+    if prompts < FEWEST_GROUPS:
         return Estimate(value)
     sampled = np.random.default_rng(SEED).integers(0, prompts, (RESAMPLES, prompts))
     over, under = upper[sampled].sum(axis=1), lower[sampled].sum(axis=1)
@@ -103,44 +139,30 @@ def total_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate | No
 
 def acceptance(runs: Sequence[Run]) -> Estimate | None:
     """Accepted over drafted tokens; None if nothing was drafted."""
-    return _ratio(runs, lambda run: _stat(run, "num_accepted_tokens"), lambda run: _stat(run, "num_draft_tokens"))
+    return total_ratio(_counts(runs, "num_accepted_tokens"), _counts(runs, "num_draft_tokens"))
 
 
 def acceptance_at(runs: Sequence[Run], place: int) -> Estimate | None:
     """Accepted over drafted tokens at one position of the draft, from 0; None if nothing was drafted there."""
-    return _ratio(runs, _at("accepted_per_position", place), _at("drafted_per_position", place))
+    return total_ratio(_counts(runs, "accepted_per_position", place), drafted_at(runs, place))
 
 
 def drafted_at(runs: Sequence[Run], place: int) -> list[float]:
     """Tokens drafted at one position in each prompt (or group of prompts), over all repeats."""
-    return list(_by_prompt(runs, _at("drafted_per_position", place)).values())
+    return _counts(runs, "drafted_per_position", place)
 
 
-def _ratio(runs: Sequence[Run], above: Count, below: Count) -> Estimate | None:
-    return total_ratio(list(_by_prompt(runs, above).values()), list(_by_prompt(runs, below).values()))
+def _counts(runs: Sequence[Run], name: str, place: int | None = None) -> list[float]:
+    """Sums of a statistic over the repeats of each prompt or group of prompts, without runs that have no statistics.
 
-
-def _by_prompt(runs: Sequence[Run], count: Count) -> dict[Prompts, float]:
-    """Sums over the repeats of each prompt or group of prompts, without runs that have no statistics."""
-    sums: dict[Prompts, float] = {}
+    place: of a statistic by position in the draft.
+    """
+    sums: dict[tuple[str, ...], float] = {}
     for run in runs:
         if run.stats is not None:
-            sums[tuple(run.prompts)] = sums.get(tuple(run.prompts), 0.0) + count(run)
-    return sums
-
-
-def _stat(run: Run, name: str) -> float:
-    assert run.stats is not None
-    return float(run.stats[name])
-
-
-def _at(name: str, place: int) -> Count:
-    def count(run: Run) -> float:
-        assert run.stats is not None
-        values = run.stats[name]
-        return float(values[place]) if place < len(values) else 0.0
-
-    return count
+            value = run.stats[name] if place is None else sum(run.stats[name][place : place + 1])
+            sums[tuple(run.prompts)] = sums.get(tuple(run.prompts), 0.0) + value
+    return list(sums.values())
 
 
 def restored(rounds: Sequence[Mapping[str, Any]], row: int, num_rows: int) -> list[Round]:

@@ -16,6 +16,7 @@ from typing import Any
 from slipstream import drafters
 from slipstream.bench.arms import PLAIN
 from slipstream.bench.plan import BenchPrompt, groups
+from slipstream.bench.records import Run
 from slipstream.bench.result_tables import Cell, Table, cell, verdict_cell
 from slipstream.bench.summary import ArmSummary, Estimate, summarize
 from slipstream.bench.tuning.search import (
@@ -57,7 +58,7 @@ class Advice:
     """The advice for a batch size."""
 
     batch: int
-    best: CandidateResult | None  # None: do not speculate; its speed-up is that of the confirmation
+    best: CandidateResult | None  # None: do not speculate; its speed-up is measured in the confirmation
     others: tuple[CandidateResult, ...]  # the one that ran most and fastest first
     plain: Estimate  # tokens per second
     needed_seconds: int | None = None  # a budget that would have confirmed the best; None if it is confirmed
@@ -107,13 +108,18 @@ def advise(batch: int, choices: Mapping[str, Candidate], result: Race, needed_se
         elif measured.lost or result.winner is None:  # without a winner all have failed
             others.append(measured)
         else:
-            winner, arm_runs = result.winner.name, [run for run in result.runs if run.arm == name]
-            met = {(tuple(run.prompts), run.repeat) for run in arm_runs}
-            same = [run for run in result.runs if (tuple(run.prompts), run.repeat) in met]
-            ratio = exp(seconds_per_token(same, winner) - seconds_per_token(arm_runs, name))
-            others.append(replace(measured, lost=f"{ratio:.2f}x the speed of {winner}"))
+            ratio = _relative_speed(result.runs, name, result.winner.name)
+            others.append(replace(measured, lost=f"{ratio:.2f}x the speed of {result.winner.name}"))
     others.sort(key=lambda other: (-other.units, -(other.measured.value if other.measured else 0.0)))
     return Advice(batch, best, tuple(others), plain.speed.tokens_per_second, needed_seconds)
+
+
+def _relative_speed(runs: Sequence[Run], name: str, winner: str) -> float:
+    """An arm's speed relative to the winner's, on the prompts and repeats that the arm ran."""
+    of_arm = [run for run in runs if run.arm == name]
+    met = {(tuple(run.prompts), run.repeat) for run in of_arm}
+    same = [run for run in runs if (tuple(run.prompts), run.repeat) in met]
+    return exp(seconds_per_token(same, winner) - seconds_per_token(of_arm, name))
 
 
 def _why_no_gain(speed_up: Estimate | None, *, is_confirmed: bool) -> str:

@@ -22,6 +22,7 @@ from slipstream.errors import UsageError, os_reason
 from slipstream.models.heads.head_files import trained_kind
 from slipstream.models.heads.head_kinds import ASSISTANT, DFLASH, DFLASH2, DSPARK, EAGLE1, EAGLE3, PARD, PEAGLE
 from slipstream.models.loaded import MTP
+from slipstream.models.weights.hub_files import local_file
 from slipstream.models.weights.model_files import is_gguf
 
 # a draft model's name in each engine, by how it was trained: vLLM's method, SGLang's algorithm, llama.cpp's type
@@ -41,7 +42,7 @@ NOTHING = "do not speculate: no setting measured gains anything here"
 
 @dataclass(frozen=True)
 class Settings:
-    """One engine's settings."""
+    """How to set one engine as advised."""
 
     engine: str
     flags: tuple[str, ...] = ()  # of its command line
@@ -121,11 +122,12 @@ def _llamacpp(candidate: Candidate, stops_early: bool) -> Settings:
         types.append(name)
         notes += _token_by_token(kind, "llama.cpp")
         min_probability = f"{MIN_DRAFT_PROB:g}" if stops_early else "0"
-        flags += ["--spec-draft-model", str(candidate.draft), "--spec-draft-n-max", str(candidate.tokens)]
+        draft = local_file(str(candidate.draft))
+        flags += ["--spec-draft-model", draft, "--spec-draft-n-max", str(candidate.tokens)]
         flags += ["--spec-draft-n-min", "0", "--spec-draft-p-min", min_probability]
         if stops_early:
             notes.append("p-min bounds the probability of each token, here drafts end where another step would not pay")
-        if not is_gguf(str(candidate.draft)):
+        if not is_gguf(draft):
             notes.append(f"llama.cpp reads GGUF files: put that of {candidate.draft} in its place")
     return Settings("llamacpp", ("--spec-type", ",".join(types), *flags) if types else (), tuple(notes))
 

@@ -14,7 +14,6 @@ from math import ceil, log, log2
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Protocol
 
 from slipstream import drafters
 from slipstream.bench.arms import PLAIN, Arm
@@ -128,17 +127,6 @@ class Budget:
         return self.clock() - self.begin
 
 
-class Measures(Protocol):
-    """Runs all arms once on a group of prompts, as `Meter` does."""
-
-    @property
-    def now(self) -> float:
-        """Seconds of the budget that have passed."""
-
-    def unit(self, arms: Sequence[Arm], measured: tuple[int, Group], stage: str, deadline: float) -> list[Run] | None:
-        """The runs; None if no time is left. measured: number of the repeat, and the group."""
-
-
 class Meter:
     """Makes measurements through one `Runner`, so that arms stay warm and reference outputs are known."""
 
@@ -156,7 +144,8 @@ class Meter:
     def unit(self, arms: Sequence[Arm], measured: tuple[int, Group], stage: str, deadline: float) -> list[Run] | None:
         """All arms in turn on one group of prompts; None if they did not, or would not, end by the deadline.
 
-        deadline: in seconds of the budget. Runs of a unit that was cut short are saved, but not compared.
+        measured: number of the repeat, and the group. deadline: in seconds of the budget. Runs of a unit that was cut
+        short are saved, but not compared.
         """
         (repeat, group), runs = measured, []
         batch = len(group.prompts)
@@ -190,7 +179,7 @@ class Race:
     confirmation: list[Run] = field(default_factory=list)  # of plain decoding and the winner, after it was chosen
 
 
-def race(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], deadline: float) -> Race:
+def race(meter: Meter, arms: Sequence[Arm], groups: Sequence[Group], deadline: float) -> Race:
     """Halve the arms until one is left, then run it against plain decoding, the first arm, until the deadline.
 
     The rounds and the confirmation have equal shares of the time. An arm that fails or changes an output drops out at

@@ -249,7 +249,7 @@ class ModelDrafter:
             if sampler.plain:
                 return token_ids[argmax(scores)], None
             return sampler.leaders(scores[:, 0], place, 1, token_ids)[0], None
-        return (argmax(scores) if sampler.plain else sampler.draw(sampler.probs(scores), place)), None
+        return (argmax(scores) if sampler.plain else sampler.draw(sampler.probs(scores), place, Stream.TOKEN)), None
 
     def _sampled(
         self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler

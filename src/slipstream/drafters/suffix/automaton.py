@@ -231,7 +231,7 @@ class SuffixAutomaton:
         while state >= 0:
             usual = targets[state]
             target = usual if tokens[state] == token else self._branches[state][token]
-            if target != counted:  # neighbours whose results ended up in one state count once
+            if target != counted:  # neighbors whose results ended up in one state count once
                 count[target] += 1
                 counted = target
             if target != usual and count[target] + newest > count[usual]:

@@ -173,14 +173,6 @@ class SuffixDrafter:
     `shortest` tokens do not count. A draft follows the most frequent continuation (of equally frequent ones
     the latest in the output, then the first in the prompt) and ends where its estimated probability falls below
     `threshold`. Drafts are one-hot.
-    outputs: how many tokens of past outputs are kept for each group of rows, with the last 16 tokens of their prompts;
-    0 for none.
-    tokenizer: a name that saved outputs carry. path: the file that `save` writes by default.
-    acceptance_model: replaces the threshold; drafts are then as long as they can be and have acceptance probabilities,
-    learned from earlier tokens of their kinds. Every draft is compared with what the text became, verified or not.
-    least: with an acceptance model, a chain ends where its probability is estimated lower.
-    branches: how many alternatives stand next to each token of the chain, in trees that the user asked for; needs an
-    acceptance model.
 
     An output is stored by the first call after its row has finished or was dropped. Drafts depend on stored outputs;
     the distribution of the text never does. Memory: about 150 bytes per token of unfinished rows and of saved outputs
@@ -190,12 +182,14 @@ class SuffixDrafter:
     vocab_size: int
     shortest: int = SHORTEST
     threshold: float = THRESHOLD
-    outputs: int = OUTPUTS
-    tokenizer: str = ""
-    path: Path | None = None
+    outputs: int = OUTPUTS  # tokens of past outputs kept per group of rows, with the ends of their prompts; 0: none
+    tokenizer: str = ""  # a name that saved outputs carry
+    path: Path | None = None  # the file that `save` writes by default
+    # replaces the threshold: drafts are as long as they can be and have acceptance probabilities, learned from earlier
+    # tokens of their kinds; every draft is compared with what the text became, verified or not
     acceptance_model: AcceptanceModel | None = None
-    least: float = UNLIKELY
-    branches: int = 0
+    least: float = UNLIKELY  # with an acceptance model, a chain ends where its probability is estimated lower
+    branches: int = 0  # alternatives next to each token of a tree that the user asked for; need an acceptance model
     _texts: WeakKeyDictionary[Row, RowText] = field(default_factory=WeakKeyDictionary, repr=False)
     _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
 

@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.errors import SlipstreamError, first_line
@@ -34,7 +34,7 @@ class RayJob:
     files: JobFiles
     spec: EngineSpec
     options: RayOptions
-    report: JobReport  # progress so far
+    report: JobReport = field(default_factory=JobReport)  # progress so far
 
     def run(self, on_progress: Progress = lambda report: None) -> JobReport:
         """Answer the lines that no earlier run has answered; SlipstreamError if the cluster fails or cannot be used."""
@@ -104,7 +104,7 @@ def run_ray_job(
     files: JobFiles, spec: EngineSpec, options: RayOptions, on_progress: Progress = lambda report: None
 ) -> JobReport:
     """Answer all requests of a job on a cluster."""
-    return RayJob(files, spec, options, JobReport()).run(on_progress)
+    return RayJob(files, spec, options).run(on_progress)
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """`autoregressive_generate`, `speculative_generate` and `speculative_generate_batch` under their known signatures.
 
-All three are one loop, Slipstream's. Options are explained at `Options`.
+All three are one loop, Slipstream's. Options are explained at `Options`; three of the originals have no effect:
+`pad_token_id`, as rows are never padded; `use_cache`, as keys and values are always cached within a call; and
+`first_target`, as the prompt is scored together with the first draft.
 Seeds come from torch's global generator, one per row, so `torch.manual_seed` makes sampled output repeatable.
 """
 
@@ -50,19 +52,16 @@ class TokenNames(Protocol):
         """Token strings to ids."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Options:
     """One call's options; UsageError names the one that is wrong."""
 
     logits_processor: Processor
     max_gen_len: int  # most tokens to generate; fewer (with a line in the log) if the model's context ends before
     eos_tokens_id: EndIds  # ids that end the output and are its last token; None: nothing ends it
-    pad_token_id: int | None  # no effect: callers pass it, but rows are never padded
-    use_cache: bool  # no effect: keys and values are always cached within a call
+    tokenizer: Any
     debug: bool  # print every round to stderr
-    tokenizer: Any = None
     gamma: int = 0  # draft tokens per round; 0 is plain decoding
-    first_target: bool = True  # no effect: the prompt is scored together with the first draft
     skip_sample_adjustment: bool = False  # lossy; see `speculative_generate`
 
     def __post_init__(self) -> None:
@@ -71,11 +70,6 @@ class Options:
             raise UsageError(f"tokenizer={self.tokenizer!r}; allowed: None or a Hugging Face tokenizer")
         check_whole("gamma", self.gamma, 0, MAX_DRAFT_TOKENS)
         check_whole("max_gen_len", self.max_gen_len, 1)
-        if self.pad_token_id is not None and not is_whole(self.pad_token_id):
-            raise UsageError(f"pad_token_id={self.pad_token_id!r}; allowed: a token id >= 0 or None")
-        for name in ("use_cache", "debug", "first_target", "skip_sample_adjustment"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: True or False")
 
     def end_ids(self, vocab_size: int) -> tuple[int, ...]:
         """The ids that end the output; UsageError for one that the model does not have."""
@@ -156,15 +150,7 @@ def autoregressive_generate(
 
     Options: see `Options`. UsageError for wrong ones, and for a prompt that fills the model's context.
     """
-    options = Options(
-        tokenizer=tokenizer,
-        logits_processor=logits_processor,
-        max_gen_len=max_gen_len,
-        eos_tokens_id=eos_tokens_id,
-        pad_token_id=pad_token_id,
-        use_cache=use_cache,
-        debug=debug,
-    )
+    options = Options(logits_processor, max_gen_len, eos_tokens_id, tokenizer, debug)
     return _decode([_ids("inputs", inputs)], model, None, options)[0].token_ids
 
 
@@ -191,18 +177,7 @@ def speculative_generate(
     no longer follows the target's distribution; a warning says so. Greedy output needs no adjustment and stays exact.
     Other options: see `Options`. UsageError for wrong ones, and for a prompt that fills the model's context.
     """
-    options = Options(
-        tokenizer=tokenizer,
-        gamma=gamma,
-        logits_processor=logits_processor,
-        max_gen_len=max_gen_len,
-        eos_tokens_id=eos_tokens_id,
-        pad_token_id=pad_token_id,
-        use_cache=use_cache,
-        skip_sample_adjustment=skip_sample_adjustment,
-        first_target=first_target,
-        debug=debug,
-    )
+    options = Options(logits_processor, max_gen_len, eos_tokens_id, tokenizer, debug, gamma, skip_sample_adjustment)
     result = _decode([_ids("inputs", inputs)], target, _required(drafter), options)[0]
     return result.token_ids, result.stats.acceptance_rate or 0.0
 
@@ -227,17 +202,7 @@ def speculative_generate_batch(
     is accepted / drafted (`Stats.acceptance_rate`; `Stats.alpha` counts otherwise), 0.0 if nothing was drafted.
     Options: as for `speculative_generate`.
     """
-    options = Options(
-        tokenizer=tokenizer,
-        gamma=gamma,
-        logits_processor=logits_processor,
-        max_gen_len=max_gen_len,
-        eos_tokens_id=eos_tokens_id,
-        pad_token_id=pad_token_id,
-        use_cache=use_cache,
-        skip_sample_adjustment=skip_sample_adjustment,
-        debug=debug,
-    )
+    options = Options(logits_processor, max_gen_len, eos_tokens_id, tokenizer, debug, gamma, skip_sample_adjustment)
     if not isinstance(inputs, list | tuple):
         raise UsageError(f"inputs is a {type(inputs).__name__}; allowed: a list of unpadded lists of token ids")
     prompts = [_ids(f"inputs[{i}]", prompt) for i, prompt in enumerate(inputs)]
@@ -273,7 +238,7 @@ def _with_rule(decoder: SpeculativeDecoder, sampling: Sampling, skip_sample_adju
                 "adjusted; allowed: False, or `sample` inherited from GreedyProcessor or MultinomialProcessor"
             )
         return decoder.using(acceptance=sampling.rule)
-    if skip_sample_adjustment and not sampling.greedy:
+    if skip_sample_adjustment and sampling.params.temperature:
         log.warning("skip_sample_adjustment=True is lossy: the output does not follow the target's distribution")
         return decoder.using(acceptance=UNADJUSTED)
     return decoder

@@ -140,11 +140,6 @@ class Sampling:
     params: SamplingParams
     rule: Rule | None = None
 
-    @property
-    def greedy(self) -> bool:
-        """True if every position has one possible token."""
-        return self.params.temperature == 0
-
 
 @dataclass(frozen=True)
 class _LogProbs:
@@ -156,8 +151,8 @@ class _LogProbs:
         return self.processor(scores).log().to(scores.dtype)  # some processors return half precision
 
 
-def check_processor(processor: Any) -> Processor:
-    """The processor; UsageError for anything else."""
+def check_processor(processor: Any) -> None:
+    """UsageError for anything but a processor."""
     if isinstance(processor, type) or not isinstance(processor, Processor):
         name = processor.__name__ if isinstance(processor, type) else type(processor).__name__
         what = "the class" if isinstance(processor, type) else "a"
@@ -165,7 +160,6 @@ def check_processor(processor: Any) -> Processor:
             f"logits_processor is {what} {name}; allowed: an object with processor(logits) -> probs and "
             "sample(probs) -> token, such as GreedyProcessor()"
         )
-    return processor
 
 
 def sampling_of(processor: Processor, vocab_size: int, device: torch.device) -> Sampling:

@@ -84,7 +84,7 @@ def first_fields(
     fields: dict[str, Any] = {}
     reached = -1
     for index, processor in enumerate(processors):
-        stage, field = _known(processor, prompt, end_ids)
+        stage, field = _field_of(processor, prompt, end_ids)
         if stage < reached or (stage == reached and stage != LENGTH):
             return fields, list(processors[index:])
         if stage == reached:
@@ -93,7 +93,7 @@ def first_fields(
     return fields, []
 
 
-def _known(processor: Any, prompt: PaddedPrompt, end_ids: frozenset[int] | None) -> tuple[int, dict[str, Any]]:
+def _field_of(processor: Any, prompt: PaddedPrompt, end_ids: frozenset[int] | None) -> tuple[int, dict[str, Any]]:
     """Stage and field of a processor, or UNKNOWN if no field means exactly the same."""
     kind = type(processor)
     if kind is hf.SequenceBiasLogitsProcessor:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -26,7 +28,6 @@ from slipstream.models.cpu.structs import (
     INPUTS,
     BlockFormat,
     ExpertMatrixStruct,
-    ExpertRowsStruct,
     ExpertSetStruct,
     ExpertsStruct,
 )
@@ -42,8 +43,13 @@ class Stack:
     addresses: list[int]
     parts: list[BlockPart]
     bias: Tensor | None = None  # [experts, outputs] float32
-    rows: ExpertRowsStruct | None = None  # in a file, from which experts are packed when they are needed
+    rows: ctypes.Structure | None = None  # in a file, from which experts are packed when they are needed
     scales: Tensor | None = None  # [experts] float32 that multiply all weights of each; None: 1
+
+    @classmethod
+    def of_parts(cls, parts: list[BlockPart], first: int = 0) -> Stack:
+        """The matrices that begin with row `first` of each of these, which are of one type."""
+        return cls(parts[0].block, [part.from_row(first) for part in parts], parts)
 
     @classmethod
     def rows_of(cls, part: BlockPart, experts: int, first: int, outputs: int, bias: Tensor | None = None) -> Stack:
@@ -66,15 +72,6 @@ class ExpertStacks:
     store: ExpertStore | None = None  # memory for experts whose matrices have `rows`
 
 
-@dataclass(frozen=True)
-class ExpertSizes:
-    """How many experts a block has, and the sizes of their matrices."""
-
-    experts: int
-    inner: int
-    hidden: int
-
-
 class ExpertTensors(Protocol):
     """What holds the tensors of a block of experts, by the names of the model's parameters."""
 
@@ -84,7 +81,7 @@ class ExpertTensors(Protocol):
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix [shape] for the kernels."""
 
-    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
+    def experts(self, block: str, plan: ExpertsPlan, library: Any) -> ExpertStacks:
         """The matrices of the experts of the block with this name."""
 
 
@@ -126,16 +123,24 @@ class BlockExperts(nn.Module):
         """
         super().__init__()
         self.plan = plan = _plan_of(block, config)
-        self.sizes = sizes = ExpertSizes(plan.count, plan.inner, config.hidden_size)
-        _check(block, plan, sizes.hidden)
+        _check(block, plan)
         self.activations, self.reads, library = computed.activations, computed.reads, computed.library
         self._library = library
-        count, hidden = sizes.experts, sizes.hidden
-        self.stacks = stacks = tensors.experts(name, sizes, library)
+        count, hidden = plan.count, plan.hidden
+        stacks = tensors.experts(name, plan, library)
+        if plan.expert_scales is not None:
+            down, scales = stacks.down, tensors.values(f"{name}.{plan.expert_scales}", (count,))
+            stacks = replace(stacks, down=replace(down, scales=scales if down.scales is None else scales * down.scales))
+        self.stacks = stacks
+        self.router_norm: RouterNorm | None = None
+        if plan.router_scale is not None:
+            scale = tensors.values(f"{name}.{plan.router_scale}", (hidden,)) * hidden**-0.5
+            self.router_norm = RouterNorm(scale, config.rms_norm_eps)
         self._router = numbers_part(tensors.values(f"{name}.{plan.router}.weight", (count, hidden)), library)
+        bias = plan.choice_bias
         self._vectors = [
             tensors.values(f"{name}.{plan.router}.bias", (count,)) if plan.is_biased else None,
-            _choice_bias(block, plan, name, tensors),
+            tensors.values(f"{name}.{bias}", tuple(attrgetter(bias)(block).shape)) if bias else None,
             tensors.values(f"{name}.{plan.shared_gate}.weight", (1, hidden)) if plan.shared_gate else None,
         ]
         self._structs: list[Any] = []  # arrays whose addresses the struct has
@@ -156,7 +161,7 @@ class BlockExperts(nn.Module):
             *map(address, self._vectors),
             self._set(plan.inner, stacks),
             shared,
-            *(plan.is_sigmoid, plan.normalises, plan.floor, plan.factor),
+            *(plan.groups, plan.used_groups, plan.is_sigmoid, plan.normalizes, plan.floor, plan.factor),
             *(*plan.activation, plan.limit, plan.shift),
             self.reads.address,
         )
@@ -167,7 +172,7 @@ class BlockExperts(nn.Module):
         self.chosen = torch.empty(0, plan.used, dtype=torch.int32)
         self._forced: Tensor | None = None
 
-    def _set(self, inner: int, stacks: ExpertStacks) -> ExpertSetStruct:
+    def _set(self, inner: int, stacks: ExpertStacks) -> ctypes.Structure:
         matrices = []
         for stack in (stacks.gate, stacks.up, stacks.down):
             pointers = (ctypes.c_void_p * len(stack.addresses))(*stack.addresses)
@@ -197,8 +202,8 @@ class BlockExperts(nn.Module):
             ascending = choice.sort(-1).values
             if choice.dim() != 2 or choice.shape[1] != self.plan.used:
                 raise ValueError(f"choice: {list(choice.shape)}; allowed: [T, {self.plan.used}]")
-            if not bool(((choice >= 0) & (choice < self.sizes.experts)).all()):
-                raise ValueError(f"choice: experts beyond 0 to {self.sizes.experts - 1}; allowed: experts of the block")
+            if not bool(((choice >= 0) & (choice < self.plan.count)).all()):
+                raise ValueError(f"choice: experts beyond 0 to {self.plan.count - 1}; allowed: experts of the block")
             if bool((ascending[:, 1:] == ascending[:, :-1]).any()):
                 raise ValueError("choice: an expert twice for a token; allowed: different ones")
         self._forced = choice
@@ -209,28 +214,44 @@ class BlockExperts(nn.Module):
         if self._forced is not None and len(self._forced) != tokens:
             raise ValueError(f"choice: forced for {len(self._forced)} tokens; allowed: {tokens}, those of this forward")
 
-    def sum_of(self, x: Tensor) -> Tensor:
+    def sum_of(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """x: [..., hidden] -> [..., hidden] of the same type. `chosen` keeps which experts were used."""
-        rows = x.reshape(-1, self.sizes.hidden).float().contiguous()
+        rows = x.reshape(-1, self.plan.hidden).float().contiguous()
+        of_router = None if routed is None else routed.reshape(rows.shape).float().contiguous()
         self.check_forced(len(rows))
         out, chosen = torch.empty_like(rows), torch.empty(len(rows), self.plan.used, dtype=torch.int32)
         scratch = torch.empty(self._library.experts_scratch(ctypes.byref(self.struct), len(rows)), dtype=torch.uint8)
         arrays = address(chosen), address(out), address(scratch)
-        self._library.multiply_experts(ctypes.byref(self.struct), address(rows), len(rows), *arrays)
+        entering = address(rows), address(of_router), len(rows)
+        self._library.multiply_experts(ctypes.byref(self.struct), *entering, *arrays)
         if self.stacks.store is not None:
             self.stacks.store.check()
         self.chosen = chosen
         return out.view(x.shape).to(x.dtype)
 
-    def forward(self, hidden_states: Tensor) -> Any:
-        """What transformers' block returns for hidden states [..., hidden]."""
-        result = self.sum_of(hidden_states)
+    def forward(self, hidden_states: Tensor, routed: Tensor | None = None, *others: Any) -> Any:
+        """What transformers' block returns for hidden states [..., hidden]. routed: from a `RouterNorm`."""
+        result = self.sum_of(hidden_states, routed)
         return (result, None) if self.plan.returns_pair else result
 
     def extra_repr(self) -> str:
         """Sizes, formats and activations."""
         formats = "+".join(dict.fromkeys(self.formats))
-        return f"{self.plan.used} of {self.sizes}, {formats}, {self.activations}"
+        return f"{self.plan.used} of {self.plan.count} experts, {formats}, {self.activations}"
+
+
+class RouterNorm(nn.Module):
+    """Replaces a router that normalizes its own inputs; the experts, which it hands them to, choose by them."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: Tensor) -> tuple[None, Tensor, Tensor]:
+        """x: [..., hidden]. Twice what the router reads, in the places of weights and experts."""
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        return None, normed, normed
 
 
 def _plan_of(block: nn.Module, config: Any) -> ExpertsPlan:
@@ -252,7 +273,8 @@ def expert_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, module)
         for name, module in model.named_modules()
-        if any(parameter.dim() == 3 for parameter in _parameters(getattr(module, "experts", None)))
+        if isinstance(experts := getattr(module, "experts", None), nn.Module)
+        and any(parameter.dim() == 3 for parameter in experts.parameters(recurse=False))
     ]
 
 
@@ -269,6 +291,9 @@ def replace_experts(model: Any, tensors: Callable[[nn.Module, str], ExpertTensor
     while blocks:
         name, block = blocks.pop(0)  # so that nothing holds it when it is replaced
         experts = BlockExperts(block, name, config, tensors(block, name), computed)
+        if experts.router_norm is not None:  # the block is the layer
+            block.experts, block.router = experts, experts.router_norm
+            continue
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, experts)
     if has_blocks and hasattr(config, "output_router_logits"):
@@ -289,6 +314,45 @@ def same_choices(experts: Iterable[BlockExperts]) -> Iterator[None]:
         yield
     finally:
         for block in experts:
+            block.force(None)
+
+
+class RecordedChoices:
+    """The experts that the tokens of some forwards use: recorded in the first run, and used again in later ones.
+
+    Later runs may divide the tokens among forwards in another way. Layers that the kernels compute whole choose anew.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._choices: list[tuple[BlockExperts, list[Tensor]]] = [(block, []) for block in experts_of(model)]
+        self._is_recorded = False
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Encloses all the forwards of a run."""
+        for block, choices in self._choices:
+            if not self._is_recorded:
+                block.sum_of = partial(self._record, block, choices)  # type: ignore[method-assign]
+            elif choices:
+                rest = iter(torch.cat(choices))
+                block.sum_of = partial(self._repeat, block, rest)  # type: ignore[method-assign]
+        try:
+            yield
+            self._is_recorded = True
+        finally:
+            for block, _ in self._choices:
+                vars(block).pop("sum_of", None)
+
+    def _record(self, block: BlockExperts, choices: list[Tensor], x: Tensor, routed: Tensor | None = None) -> Tensor:
+        result = BlockExperts.sum_of(block, x, routed)
+        choices.append(block.chosen)
+        return result
+
+    def _repeat(self, block: BlockExperts, rest: Iterator[Tensor], x: Tensor, routed: Tensor | None = None) -> Tensor:
+        block.force(torch.stack(list(islice(rest, x.shape[:-1].numel()))))
+        try:
+            return BlockExperts.sum_of(block, x, routed)
+        finally:
             block.force(None)
 
 
@@ -319,7 +383,7 @@ class ModelExperts:
 
 
 class ModuleTensors:
-    """The tensors of a block that transformers has loaded, for `BlockExperts`: as they are, or quantised."""
+    """The tensors of a block that transformers has loaded, for `BlockExperts`: as they are, or quantized."""
 
     def __init__(self, block: nn.Module, name: str, pack: Callable[[Tensor, Any], BlockPart]) -> None:
         """name: of the block in its model; pack: makes panels of a matrix, with this library."""
@@ -340,9 +404,9 @@ class ModuleTensors:
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         return self._pack(self._tensor(parameter), library)
 
-    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
+    def experts(self, block: str, plan: ExpertsPlan, library: Any) -> ExpertStacks:
         gate_up, down = (self._tensor(f"{block}.experts.{name}") for name in ("gate_up_proj", "down_proj"))
-        count, inner, hidden = sizes.experts, sizes.inner, sizes.hidden
+        count, inner, hidden = plan.count, plan.inner, plan.hidden
         if not hasattr(self._block.experts, "gate_up_proj_bias"):
             part = self._pack(gate_up.flatten(0, 1), library)
             gate, up = (Stack.rows_of(part, count, first, inner) for first in (0, inner))
@@ -370,36 +434,29 @@ def numbers_part(weight: Tensor, library: Any, memory: HugePages | None = None) 
 
 
 def stacks_of_single_experts(
-    part: Callable[[str, tuple[int, int]], BlockPart], block: str, sizes: ExpertSizes, names: Iterable[str]
+    part: Callable[[str, tuple[int, int]], BlockPart], block: str, plan: ExpertsPlan, names: Iterable[str]
 ) -> ExpertStacks:
     """The matrices of a checkpoint that has a tensor for each matrix of each expert. names: of all its tensors."""
-    prefix = f"{block}.experts.0.gate_proj."
-    if not any(name.startswith(prefix) for name in names):
-        raise NotInBlocksError(f"the checkpoint has no tensor '{prefix}weight'")
+    begins = {
+        kind: f"{block}.experts.0.{kind[0]}." for kind in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+    }
+    kind = next((kind for kind, begin in begins.items() if any(name.startswith(begin) for name in names)), None)
+    if kind is None:
+        raise NotInBlocksError(f"the checkpoint has no tensor '{next(iter(begins.values()))}weight'")
 
     def stack(name: str, outputs: int, inputs: int) -> Stack:
-        parts = [part(f"{block}.experts.{i}.{name}.weight", (outputs, inputs)) for i in range(sizes.experts)]
+        parts = [part(f"{block}.experts.{i}.{name}.weight", (outputs, inputs)) for i in range(plan.count)]
         if other := next((part for part in parts if part.block != parts[0].block), None):
             raise NotInBlocksError(f"{block} has experts in {parts[0].block.name} and in {other.block.name}")
-        return Stack(parts[0].block, [part.from_row(0) for part in parts], parts)
+        return Stack.of_parts(parts)
 
-    gate, up = (stack(name, sizes.inner, sizes.hidden) for name in ("gate_proj", "up_proj"))
-    return ExpertStacks(gate, up, stack("down_proj", sizes.hidden, sizes.inner))
-
-
-def _parameters(module: Any) -> Iterator[nn.Parameter]:
-    return module.parameters(recurse=False) if isinstance(module, nn.Module) else iter(())
+    gate, up = (stack(name, plan.inner, plan.hidden) for name in kind[:2])
+    return ExpertStacks(gate, up, stack(kind[2], plan.hidden, plan.inner))
 
 
-def _choice_bias(block: nn.Module, plan: ExpertsPlan, name: str, tensors: ExpertTensors) -> Tensor | None:
-    if plan.choice_bias is None:
-        return None
-    return tensors.values(f"{name}.{plan.choice_bias}", tuple(attrgetter(plan.choice_bias)(block).shape))
-
-
-def _check(block: nn.Module, plan: ExpertsPlan, hidden: int) -> None:
+def _check(block: nn.Module, plan: ExpertsPlan) -> None:
     """Raise `NotInBlocksError` where the kernels cannot compute a block, `SlipstreamError` where nothing can."""
-    sizes = [plan.inner, hidden] + ([plan.shared_inner] if plan.shared else [])
+    sizes = [plan.inner, plan.hidden] + ([plan.shared_inner] if plan.shared else [])
     if odd := [size for size in sizes if size % INPUTS or not size]:
         raise NotInBlocksError(f"its experts have {odd[0]} inputs; computed with: multiples of {INPUTS}")
     if type(plan.used) is not int or not 1 <= plan.used <= plan.count:

@@ -36,7 +36,7 @@ class Table(Protocol):
 
 
 class Memory(Protocol):
-    """Where panels are."""
+    """Hands out the memory of panels."""
 
     def take(self, size: int) -> Tensor:
         """[size] uint8 that begin at a multiple of 64 bytes: zeros, or the panels themselves."""
@@ -84,11 +84,11 @@ class BlockPart:
         return self.data.data_ptr() + row // LANES * self._panel_bytes
 
     @property
-    def struct(self) -> PartStruct:
+    def struct(self) -> ctypes.Structure:
         """`struct block_part`; valid as long as this object."""
         return self.first(self.outputs)
 
-    def first(self, outputs: int) -> PartStruct:
+    def first(self, outputs: int) -> ctypes.Structure:
         """`struct block_part` of the first outputs."""
         return PartStruct(self.block.code, outputs, address(self.data), address(self.scale))
 
@@ -126,7 +126,7 @@ class BlockLinear(nn.Module):
         self._library = parts[0].library
         self._set([part.struct for part in parts])
 
-    def _set(self, structs: list[PartStruct]) -> None:
+    def _set(self, structs: list[ctypes.Structure]) -> None:
         self._structs = (PartStruct * len(structs))(*structs)  # kept, since the struct below has only its address
         outputs = sum(int(struct.outputs) for struct in structs)
         parts = ctypes.addressof(self._structs)

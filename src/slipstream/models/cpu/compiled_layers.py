@@ -2,7 +2,7 @@
 
 The last form is for an attention that the kernels cannot compute.
 
-`CompiledOps` computes in bfloat16 (`csrc/layer.c`), `BlockLayerOps` over a quantised file's blocks in float32
+`CompiledOps` computes in bfloat16 (`csrc/layer.c`), `BlockLayerOps` over a quantized file's blocks in float32
 (`csrc/blocks/float_layer.c`). What all layers of a forward share is prepared once. The specification is
 `fused_layer.LayerOps`, operator by operator; every layer is compared with it before it is used.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -29,24 +30,23 @@ from slipstream.models.cpu.packed_linear import KernelLinear
 from slipstream.models.cpu.structs import (
     LANES,
     LAYER_NUMBERS,
+    LINEARS,
     MAX_HEAD_SIZE,
     MAX_SHARED_HEADS,
     NORMS,
     CacheStruct,
     FloatLayerStruct,
     LayerStruct,
-    MixerStruct,
     NormStruct,
     StackedLayerStruct,
 )
-from slipstream.models.decoder.around_layers import decoder_module, layer_rotations
+from slipstream.models.decoder.around_layers import layer_inputs, layer_rotations
 from slipstream.models.decoder.cache import SlotCache
-from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, Norm, Rope
+from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, Norm, Rope, decoder_module
 from slipstream.models.decoder.plan import ACTIVATIONS, DecoderPlan, LayerPlan, UnknownLayerError
 from slipstream.models.decoder.recurrence import Projection
 from slipstream.models.notices import warn_slower
 
-LINEARS = ("qkv", "out", "gate_up", "down")  # a layer's products; one of experts has the first two
 ATTENDS_NOT = "the kernels do not attend with heads of this size and number"
 
 
@@ -57,7 +57,7 @@ class PreparedForward:
     held: what the struct has the addresses of, so that it lives as long.
     """
 
-    struct: CacheStruct
+    struct: ctypes.Structure
     held: tuple[Any, ...]
     scratch: Tensor
     rotations: dict[int, tuple[Rope, Rope]] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class LayerCalls:
         self.recurrence: CompiledRecurrence | None = ops.mixer.forward.compiled if ops.plan.recurrent else None
         mixer = None if self.recurrence is None else _mixer_of(ops, self.recurrence)
         sinks = None if ops.sinks is None else ops.sinks.float().contiguous()
-        self._held: list[Any] = [linears, ops.experts, sinks, mixer]  # the struct has only the addresses of these
+        self._held: list[Any] = [linears, ops.experts, ops.latent, sinks, mixer]  # the struct has only their addresses
         self.library = library
         self._layer = struct(
             **{name: linear.weights for name, linear in linears.items()}, **self._norms_of(ops), **_numbers(ops)
@@ -109,6 +109,7 @@ class LayerCalls:
         self._layer.sinks = address(sinks)
         self._layer.experts = None if ops.experts is None else ctypes.addressof(ops.experts.struct)
         self._layer.mixer = None if mixer is None else ctypes.addressof(mixer)
+        self._layer.latent = None if ops.latent is None else ctypes.addressof(ops.latent.struct)
         self.address = ctypes.addressof(self._layer)
         self.attends = _attends(ops)
         self.shape_independent = False
@@ -118,19 +119,19 @@ class LayerCalls:
         needed: int = self.library.layer_scratch(self.address, tokens, length)
         return needed
 
-    def norm(self, norm: Norm | None) -> NormStruct:
+    def norm(self, norm: Norm | None) -> ctypes.Structure:
         """The struct of a norm, valid as long as this object."""
         if norm is None:
             return NormStruct()
         bias = None if norm.bias is None else norm.bias.float().contiguous()
         self._held += [norm.factors, bias]
-        return NormStruct(address(norm.factors), address(bias), norm.eps, norm.rounds_first, norm.is_centred)
+        return NormStruct(address(norm.factors), address(bias), norm.eps, norm.rounds_first, norm.is_centered)
 
-    def _norms_of(self, ops: LayerOps) -> dict[str, NormStruct]:
+    def _norms_of(self, ops: LayerOps) -> dict[str, ctypes.Structure]:
         """The structs of a layer's norms."""
-        norms = (ops.before_attention, *(ops.head_norms or (None, None)), ops.after_attention)
-        norms = *norms, ops.before_feed_forward, ops.after_feed_forward
-        return {name: self.norm(norm) for (name, _), norm in zip(NORMS, norms, strict=True)}
+        queries, keys = [*ops.head_norms, None, None][:2]
+        of_heads = {"queries": queries, "keys": keys, "values": ops.values_norm}
+        return {name: self.norm(of_heads[name] if name in of_heads else getattr(ops, name)) for name in NORMS}
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         batch, width = hidden.shape[:2]
@@ -151,8 +152,10 @@ class LayerCalls:
         self.library.residual_mlp(self.address, rows.data_ptr(), contiguous.data_ptr(), tokens, *pointers)
         return out
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan) -> Tensor | None:
-        if not self.attends:
+    def whole_layer(
+        self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan, layer_input: Tensor | None
+    ) -> Tensor | None:
+        if not self.attends or cache.sees_ahead:
             return None
         kept = self.memory(cache, plan, hidden)
         if kept is None:
@@ -163,6 +166,8 @@ class LayerCalls:
         memory, (cosines, sines) = forward.struct, forward.rope(rope, hidden)
         memory.keys, memory.values, memory.length = *map(address, kept), cache.held[1]
         memory.window, memory.scaling = plan.window or 0, plan.scaling
+        layer_input = None if layer_input is None else layer_input.contiguous()
+        memory.inputs, memory.input_step = address(layer_input), plan.input_size
         out, scratch = torch.empty_like(rows), forward.space(self.scratch(tokens, cache.held[1]))
         pointers = map(address, (cosines, sines, out, scratch))
         self.library.whole_layer(self.address, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
@@ -175,7 +180,9 @@ class LayerCalls:
         Of a recurrent layer, its latest inputs and its states.
         """
         if self.recurrence is None:
-            keys, values = cache.of_layer(plan.index, hidden.new_empty(0, self.key_heads, 0, self.size))
+            index = plan.index if plan.keys_of is None else plan.keys_of
+            sizes = (self.size, self.size) if plan.latent is None else (plan.latent.rank, plan.rotated)
+            keys, values = cache.of_layer(index, *(hidden.new_empty(0, self.key_heads, 0, size) for size in sizes))
             return (keys, values) if keys.dtype == self.cached_dtype else None
         if cache.states is None:
             return None
@@ -220,12 +227,12 @@ class CompiledOps(LayerCalls):
 
 
 class BlockLayerOps(LayerCalls):
-    """A layer over a quantised file's blocks, in float32."""
+    """A layer over a quantized file's blocks, in float32."""
 
     cached_dtype = torch.float16
 
     def __init__(self, ops: LayerOps) -> None:
-        """ops: over `BlockLinear`s."""
+        """ops: a layer whose products are `BlockLinear`s."""
         super().__init__(ops, ops.qkv.parts[0].library, FloatLayerStruct)
         self._layer.planes = ops.qkv.planes
 
@@ -255,6 +262,9 @@ def why_not_compiled(ops: LayerOps) -> str | None:
     if plan.mixer and not _attends(ops):  # such a layer is not computed in two parts
         return ATTENDS_NOT
     sizes = {"hidden states": ops.qkv.in_features, "the feed-forward part": plan.inner}
+    if ops.queries_up is not None:
+        sizes["what queries are made of"] = ops.queries_up.in_features
+    sizes["the second embedding"] = plan.input_size
     if odd := [name for name, size in sizes.items() if size % LANES]:
         return f"{sizes[odd[0]]} numbers in {odd[0]}, not a multiple of {LANES}"
     if plan.size % (2 * LANES) or plan.rotated % (2 * LANES):
@@ -265,10 +275,11 @@ def why_not_compiled(ops: LayerOps) -> str | None:
 
 
 def _attends(ops: LayerOps) -> bool:
-    return ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
+    shares = ops.heads <= MAX_SHARED_HEADS * ops.key_heads or ops.latent is not None  # threads divide a latent's heads
+    return ops.size <= MAX_HEAD_SIZE and shares
 
 
-def _mixer_of(ops: LayerOps, recurrence: CompiledRecurrence) -> MixerStruct:
+def _mixer_of(ops: LayerOps, recurrence: CompiledRecurrence) -> ctypes.Structure:
     """The mixer of a recurrent layer. Its outputs go where the blocks of a file have the columns for them."""
     projection: Projection = ops.mixer.forward.form.projection
     order = ops.out.parts[0].inputs_from if isinstance(ops.out, BlockLinear) else None
@@ -279,8 +290,8 @@ def _mixer_of(ops: LayerOps, recurrence: CompiledRecurrence) -> MixerStruct:
 def _numbers(ops: LayerOps) -> dict[str, float]:
     """The numbers and switches of a layer's struct."""
     slope, cubic = ACTIVATIONS[ops.plan.activation]
-    others = {"hidden": ops.qkv.in_features, "slope": slope, "cubic": cubic}
-    return others | {name: getattr(ops.plan, name) for name, _ in LAYER_NUMBERS if name not in others}
+    others = {"hidden": ops.qkv.in_features, "slope": slope, "cubic": cubic, "scale": ops.scale}
+    return others | {name: getattr(ops.plan, name) for name in LAYER_NUMBERS if name not in others}
 
 
 class LayerStack:
@@ -297,6 +308,11 @@ class LayerStack:
         self._model, self._ops, self._plan = model, ops, plan
         self._library, self._norm = ops[0].library, ops[0].norm(Norm(inner.get_submodule(plan.last_norm), plan.norm))
         self._rotations, which = layer_rotations(model, inner, plan)
+        self._storing = 1 + max(layer.index for layer in plan.layers if not layer.reuses_keys)
+        self._inner, second = inner, plan.second_embedding
+        self._norm_of_inputs = (
+            None if second is None else ops[0].norm(Norm(inner.get_submodule(second.norm), plan.norm))
+        )
         self._structs = (StackedLayerStruct * len(layers))(
             *(
                 StackedLayerStruct(layer_ops.address, None, None, None, 0, layer.window or 0, kind, layer.scaling)
@@ -306,21 +322,46 @@ class LayerStack:
         self._cached: list[ReferenceType[Tensor]] = []  # the keys and hidden states whose addresses the structs have
         self._scratch = dict[int, int]()  # by tokens
 
-    def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache, keep: int | Tensor) -> Tensor | None:
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        keep: int | Tensor | None,
+        hidden: Tensor | None = None,
+    ) -> Tensor | None:
         """Logits [B, W', vocabulary] of tokens [B, W] at these positions; None if the cache has another type.
 
-        keep: the columns whose logits are returned: indices, 0 for all, or 1 for the last.
+        keep: the columns whose logits are returned: indices, 0 for all, or 1 for the last; None if nobody reads them,
+        so that layers after the last one with keys of its own are left out. hidden: [B, W, H] in place of the tokens'
+        embeddings.
         """
-        hidden = self._plan.enter(self._model.get_input_embeddings()(tokens))
+        hidden = self._plan.enter(self._model.get_input_embeddings()(tokens) if hidden is None else hidden)
         if not self._update_addresses(cache, hidden):
             return None
         hidden, forward = hidden.contiguous(), self._ops[0].prepared(cache, hidden)
-        self._compute(hidden, positions, forward, cache)
-        kept = (hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]).contiguous()
-        normed, size = torch.empty_like(kept), kept.shape[-1]
-        norm = ctypes.addressof(self._norm)
-        self._library.normalise_tokens(norm, kept.data_ptr(), kept.numel() // size, size, normed.data_ptr())
-        return self._plan.finish(self._model.get_output_embeddings()(normed))
+        inputs = self._inputs(tokens, hidden)
+        forward.struct.inputs = address(inputs)
+        forward.struct.input_step = 0 if inputs is None else inputs[0, 0].numel()
+        count = self._storing if keep is None and not cache.hidden else len(self._ops)
+        self._compute(hidden, positions, forward, cache, count)
+        if keep is None:
+            return hidden.new_empty(0)
+        kept = hidden if isinstance(keep, int) else hidden[:, keep]
+        return self._plan.finish(self._model.get_output_embeddings()(self._normalized(self._norm, kept)))
+
+    def _normalized(self, norm: ctypes.Structure, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        normed, size = torch.empty_like(x), x.shape[-1]
+        pointers = ctypes.addressof(norm), x.data_ptr()
+        self._library.normalize_tokens(*pointers, x.numel() // size, size, normed.data_ptr())
+        return normed
+
+    def _inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
+        """What a second embedding gives the layers; None if there is none."""
+        if self._norm_of_inputs is None:
+            return None
+        return layer_inputs(self._inner, self._plan, tokens, hidden, partial(self._normalized, self._norm_of_inputs))
 
     def _update_addresses(self, cache: SlotCache, hidden: Tensor) -> bool:
         """Give the structs the addresses of the cache's tensors; returns whether these have the right type."""
@@ -349,11 +390,13 @@ class LayerStack:
     def _stored(self, cache: SlotCache, layer: LayerPlan) -> Tensor | None:
         """The tensor that moves with the memory of a layer."""
         if layer.recurrent is None:
-            return cache.layers[layer.index].keys
+            return cache.layers[layer.index if layer.keys_of is None else layer.keys_of].keys
         return None if cache.states is None else cache.states.memory(layer.index).inputs
 
-    def _compute(self, hidden: Tensor, positions: Tensor, forward: PreparedForward, cache: SlotCache) -> None:
-        """Replace the hidden states [B, W, H] that enter the first layer by those that leave the last."""
+    def _compute(
+        self, hidden: Tensor, positions: Tensor, forward: PreparedForward, cache: SlotCache, count: int
+    ) -> None:
+        """Replace the hidden states [B, W, H] that enter the first of `count` layers by those that leave the last."""
         tokens = hidden.numel() // hidden.shape[-1]
         ropes = self._rotations.ropes(positions, hidden, cache.shape[1])
         parts = [part.contiguous() for rope in ropes for part in rope]
@@ -367,7 +410,7 @@ class LayerStack:
         scratch = forward.space(self._scratch[tokens])
         self._library.all_layers(
             ctypes.addressof(self._structs),
-            len(self._ops),
+            count,
             ctypes.addressof(forward.struct),
             hidden.data_ptr(),
             tokens,

@@ -27,7 +27,7 @@ class CompiledNorm:
         rows, size = x.to(torch.bfloat16).contiguous(), len(self._weight)
         out = torch.empty_like(rows)
         pointers = address(rows), rows.numel() // size, size, address(out)
-        self._library.normalise_tokens(ctypes.addressof(self._struct), *pointers)
+        self._library.normalize_tokens(ctypes.addressof(self._struct), *pointers)
         return out
 
 

@@ -61,7 +61,7 @@ class CompiledRecurrence:
         """Prepare forwards with this memory."""
         self._struct.ring = memory.inputs.shape[1]
 
-    def mixer(self, projection: Projection, places: Tensor | None) -> MixerStruct:
+    def mixer(self, projection: Projection, places: Tensor | None) -> ctypes.Structure:
         """The struct of the layer's mixer, valid as long as this object.
 
         places: [groups of outputs] where each goes; None: in order.
@@ -142,4 +142,4 @@ def agrees(recurrence: Recurrence, compiled: CompiledRecurrence) -> bool:
 def _of_heads(heads: Heads) -> tuple[tuple[Tensor, Tensor, Tensor | None], tuple[int, ...], tuple[bool, bool]]:
     tensors = heads.rate.contiguous(), heads.shift.contiguous(), heads.skip
     sizes = heads.count, heads.key_count, heads.key_size, heads.value_size, heads.queries, heads.keys, heads.values
-    return tensors, sizes, (heads.corrects, heads.normalised)
+    return tensors, sizes, (heads.corrects, heads.normalized)

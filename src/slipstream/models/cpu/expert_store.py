@@ -38,14 +38,14 @@ class ExpertStore:
         self._slots = (ExpertSlotStruct * num_slots)()
         slots = ctypes.addressof(self._slots)
         self.struct = ExpertStoreStruct(address(self._memory), slots, slot_bytes, num_slots)
-        self._layers: list[tuple[StoredExpertsStruct, Tensor]] = []  # the slots have their addresses
+        self._layers: list[tuple[ctypes.Structure, Tensor]] = []  # the slots have their addresses
 
-    def rows(self, file: Path, start: int, step: int) -> ExpertRowsStruct:
+    def rows(self, file: Path, start: int, step: int) -> ctypes.Structure:
         """Where a matrix of a layer's experts is. start: the first byte of the first expert's; step: bytes to the
         next."""
         return ExpertRowsStruct(self._files[file], start, step)
 
-    def layer(self, experts: int, *rows: ExpertRowsStruct) -> StoredExpertsStruct:
+    def layer(self, experts: int, *rows: ctypes.Structure) -> ctypes.Structure:
         """The experts of a layer, of which none is in memory yet. rows: of gate, up and down."""
         places = torch.full((experts,), -1, dtype=torch.int64)
         struct = StoredExpertsStruct(ctypes.addressof(self.struct), address(places), *rows)

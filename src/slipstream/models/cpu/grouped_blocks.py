@@ -1,4 +1,4 @@
-"""Matrices of quantised checkpoints as rows of blocks that the kernels take, with no number changed.
+"""Matrices of quantized checkpoints as rows of blocks that the kernels take, with no number changed.
 
 A weight is (code - zero) * scale, or (code - 8) * scale + minimum; a group of inputs shares scale, zero and minimum.
 If one of GGUF's block types holds exactly that, it is used, else INT4 or INT4_MINIMA, in which a group's scales precede
@@ -18,7 +18,7 @@ from slipstream.models.cpu.structs import BY_NAME, INPUTS, KINDS, BlockFormat
 
 Q4_0, Q8_0 = BY_NAME["Q4_0"], BY_NAME["Q8_0"]
 NUMBERS = {torch.bfloat16: BY_NAME["BF16"], torch.float16: BY_NAME["F16"], torch.float32: BY_NAME["F32"]}
-CENTRE = {2: 2, 4: 8, 8: 128}  # by bits: the zero point of symmetric codes
+CENTER = {2: 2, 4: 8, 8: 128}  # by bits: the zero point of symmetric codes
 SPARE_BITS = 0xF  # the lowest bits of a float32 scale: if they are 0, its product with a 4-bit number is exact
 
 
@@ -68,24 +68,24 @@ class GroupedMatrix:
             raise NotInBlocksError(
                 f"has {inputs} inputs in groups of {self.group}; computed with: multiples of {INPUTS}"
             )
-        if self.bits not in CENTRE:
-            raise NotInBlocksError(f"has {self.bits} bits; computed with: {', '.join(map(str, CENTRE))} bits")
+        if self.bits not in CENTER:
+            raise NotInBlocksError(f"has {self.bits} bits; computed with: {', '.join(map(str, CENTER))} bits")
         matrix = self._divided()
         fits_float16 = matrix.minima is None and torch.equal(matrix.scales.half().float(), matrix.scales)
-        centred = bool((matrix.zeros == CENTRE[self.bits]).all())
+        centered = bool((matrix.zeros == CENTER[self.bits]).all())
         if self.bits == 8:
-            if not (fits_float16 and centred):
-                what = "scales beyond float16" if centred else "zero points other than 128"
+            if not (fits_float16 and centered):
+                what = "scales beyond float16" if centered else "zero points other than 128"
                 raise NotInBlocksError(f"has 8 bits and {what}; computed with: symmetric 8 bits, 4 and 2 bits")
             return Q8_0, matrix._spread(INPUTS).q8_0()
         if not fits_float16:
             return matrix._int4_minima()
-        if centred and self.bits == 4 and matrix.group == INPUTS:
+        if centered and self.bits == 4 and matrix.group == INPUTS:
             return Q4_0, matrix._q4_0()
         return grouped_format("INT4", matrix.group), matrix.int4()
 
     def q8_0(self) -> Any:
-        """[outputs, bytes]: rows of `Q8_0`, for 8 bits, centred zero points and scales that are float16 numbers."""
+        """[outputs, bytes]: rows of `Q8_0`, for 8 bits, centered zero points and scales that are float16 numbers."""
         return self._rows(self.scales.half(), (self.codes ^ 0x80).unflatten(1, (-1, INPUTS)))
 
     def int4(self) -> Any:
@@ -114,8 +114,8 @@ class GroupedMatrix:
     def _int4_minima(self) -> tuple[BlockFormat, Any]:
         minima = self.scales * (8 - self.zeros).float() if self.minima is None else self.minima
         spare = not bool((self.scales.view(torch.int32) & SPARE_BITS).any())
-        centred = bool((self.zeros == 8).all())
-        is_exact = spare or centred if self.minima is None else spare and centred
+        centered = bool((self.zeros == 8).all())
+        is_exact = spare or centered if self.minima is None else spare and centered
         if not is_exact:
             raise NotInBlocksError("has scales of more than 20 significant bits; computed with: 20 and less")
         heads = torch.cat([_bytes(self.scales), _bytes(minima)], -1)

@@ -1,6 +1,6 @@
 """Slipstream's own kernels: prebuilt libraries of a wheel, or compiled when first needed and saved in the cache folder.
 
-There are two libraries: for bfloat16 weights (`csrc/*.c`) and for blocks of quantised files (`csrc/blocks/*.c`), each
+There are two libraries: for bfloat16 weights (`csrc/*.c`) and for blocks of quantized files (`csrc/blocks/*.c`), each
 for the best instructions of this processor. Blocks give the same bits with all instructions. With bfloat16 weights, AMX
 and AVX-512 with bfloat16 each give bits of their own, and all other instructions give the same; the number of tokens
 changes no bit in any case.
@@ -45,7 +45,6 @@ from slipstream.models.cpu.processor import (
     isas_of,
     processor,
 )
-from slipstream.models.cpu.structs import check_layout
 from slipstream.models.notices import announce, warn_slower
 
 log = logging.getLogger("slipstream")
@@ -57,7 +56,8 @@ SOURCES, PREBUILT = Path(__file__).with_name("csrc"), Path(__file__).with_name("
 BLOCK_SOURCES = sorted(SOURCES.joinpath("blocks").glob("*.c"))
 # no contraction: a product and a sum become one operation only where the source says so, never by the compiler's choice
 COMMON_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC")
-LIBRARIES = ("-lpthread", "-ldl", "-lm")
+# with the functions that the kernels' files call of each other bound to their own, whatever others have that name
+LIBRARIES = (*(("-Wl,-Bsymbolic",) if sys.platform == "linux" else ()), "-lpthread", "-ldl", "-lm")
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}
 SWITCH = "SLIPSTREAM_KERNELS"
 # how to install a compiler, by system
@@ -93,7 +93,7 @@ SIGNATURES = {
     "activation_bytes": "nnn>n",
     "multiply_blocks": "ppnnpp",
     "experts_scratch": "pn>n",
-    "multiply_experts": "ppnppp",
+    "multiply_experts": "pppnppp",
     # layers, of either kind
     "layer_scratch": "pnn>n",
     "project_qkv_rope": "ppnpppp",
@@ -101,7 +101,7 @@ SIGNATURES = {
     "whole_layer": "pppnpppp",
     "finish_layer": "ppppnpppp",
     "all_layers": "pnppnpp",
-    "normalise_tokens": "ppnnp",
+    "normalize_tokens": "ppnnp",
 }
 TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "": None}
 
@@ -245,7 +245,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def compile_library(compiler: list[str], recipe: Recipe, library: Path, libraries: tuple[str, ...] = LIBRARIES) -> None:
+def compile_library(compiler: list[str], recipe: Recipe, library: Path) -> None:
     """Compile and link a library. Raises `NoKernelsError` with the compiler's first line where it fails."""
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = [f"{scratch}/{source.stem}.o" for source in recipe.sources]
@@ -255,7 +255,7 @@ def compile_library(compiler: list[str], recipe: Recipe, library: Path, librarie
         ]
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             list(compilers.map(_run, commands))
-        _run([*compiler, "-shared", *objects, "-o", str(library), *libraries])
+        _run([*compiler, "-shared", *objects, "-o", str(library), *LIBRARIES])
 
 
 def version(*compiler: str, recipe: Recipe) -> str:
@@ -356,7 +356,7 @@ def kernels() -> ctypes.CDLL | None:
 def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
     """What `kernels` returns if they are switched on. forced_isa: the value of SLIPSTREAM_ISA."""
     try:
-        return library_of(best_bfloat16_recipe(forced_isa))
+        return loaded(best_bfloat16_recipe(forced_isa))
     except NoKernelsError as error:
         warn_slower(f"PyTorch's kernels are used, not Slipstream's own: {with_remedy(error)}")
         return None
@@ -374,8 +374,8 @@ def bfloat16_version() -> str:
 
 
 def block_recipe(isa: str) -> Recipe:
-    """How the kernels for quantised files are compiled. isa: a key of `NEEDED`."""
-    sources = (*BLOCK_SOURCES, *(SOURCES / f"{name}.c" for name in ("layout", "recurrence", "team")))
+    """How the kernels for quantized files are compiled. isa: a key of `NEEDED`."""
+    sources = (*BLOCK_SOURCES, *(SOURCES / f"{name}.c" for name in ("recurrence", "team")))
     return Recipe(f"blocks-{isa}", sources, (*COMMON_FLAGS, *compiler_flags(NEEDED[isa])))
 
 
@@ -383,20 +383,12 @@ def block_kernels() -> ctypes.CDLL:
     """The compiled functions of `csrc/blocks/`. Raises `NoKernelsError` with the reason if they are not available."""
     if not switched_on():
         raise NoKernelsError("SLIPSTREAM_KERNELS is off")
-    return library_of(best_block_recipe(os.environ.get(ISA)))
+    return loaded(best_block_recipe(os.environ.get(ISA)))
 
 
 def best_block_recipe(forced_isa: str | None) -> Recipe:
     """The recipe of the best instructions that processor and compiler have, or of `forced_isa` alone."""
     return first_that_loads([block_recipe(isa) for isa in isas_of(processor(), forced_isa)])
-
-
-@cache
-def library_of(recipe: Recipe) -> ctypes.CDLL:
-    """The library of a recipe, whose structs and constants agree with Python's."""
-    library = loaded(recipe)
-    check_layout(library)
-    return library
 
 
 def typed(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -89,7 +89,7 @@ def without_plain_weights(model: Any) -> str | None:
     if devices != {"cpu"}:
         return "packing is for the CPU"
     if getattr(model, "is_quantized", False):
-        return "the model is quantised"
+        return "the model is quantized"
     return None if any(is_plain(module) for module in model.modules()) else "the model has no nn.Linear"
 
 
@@ -139,7 +139,7 @@ class KernelLinear(nn.Module):
 
 
 class CompressedLinear(KernelLinear):
-    """An `nn.Linear` of bfloat16 weights in 12 bits each. A token's result does not depend on its neighbours."""
+    """An `nn.Linear` of bfloat16 weights in 12 bits each. A token's result does not depend on its neighbors."""
 
     def __init__(self, linear: nn.Linear, library: Any) -> None:
         """library: what `kernels` returns. in_features must be a multiple of 4."""

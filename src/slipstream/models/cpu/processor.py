@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,7 +102,10 @@ def parse(text: str) -> Processor:
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
     flags = fields.get("flags") or fields.get("Features", "")
-    return Processor(fields.get("model name", ""), frozenset(flags.split()))
+    name = fields.get("model name", "")
+    if name and not re.search(r"\d", name) and "cpu family" in fields:  # virtual machines may hide the model
+        name += f" (family {fields['cpu family']}, model {fields.get('model', 'unknown')})"
+    return Processor(name, frozenset(flags.split()))
 
 
 @cache

@@ -53,7 +53,7 @@ from slipstream.models.cuda.triton_layer import (
     why_no_kernels,
 )
 from slipstream.models.decoder.attention import Masks
-from slipstream.models.decoder.families import plan_of
+from slipstream.models.decoder.families import plan_of_model
 from slipstream.models.decoder.fused_layer import FusedLayer, is_fused
 from slipstream.models.decoder.plan import UnknownLayerError
 from slipstream.models.hf.backend import HFBackend
@@ -499,7 +499,7 @@ def _use_stack(backend: GraphedBackend) -> str | None:
         return "its rotations depend on how long each text is"
     rerun = GraphedBackend(model, Rerun(), cache=backend.cache)
     try:
-        plan = plan_of(model.config.get_text_config(), backend.eager.masks.windows)
+        plan = plan_of_model(model, backend.eager.masks.windows)
         stack = stack_of(model, plan, modules)
         a_few_logits(rerun)  # allocates keys and values, without which layers do not compute by kernels
         expected = a_few_logits(rerun)

@@ -276,5 +276,5 @@ def why_not_captured(model: Any) -> str | None:
     if any(getattr(module, "_hf_hook", None) is not None for module in model.modules()):
         return "accelerate moves its weights or inputs during the forward"
     if getattr(model, "quantization_method", None) == "bitsandbytes":
-        return "it is quantised with bitsandbytes"
+        return "it is quantized with bitsandbytes"
     return None

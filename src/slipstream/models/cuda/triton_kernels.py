@@ -104,7 +104,7 @@ def _summed(parts, place, inside, stride, splits: tl.constexpr, dtype: tl.conste
 
 
 @triton.jit
-def _normalised(value, weight_at, size, inside, eps, rounds_first: tl.constexpr, dtype: tl.constexpr):
+def _normalized(value, weight_at, size, inside, eps, rounds_first: tl.constexpr, dtype: tl.constexpr):
     """RMSNorm of a vector, rounded to `dtype` before it is multiplied by the weights if `rounds_first`, and after."""
     wide = value.to(tl.float32)
     wide = wide * (1.0 / tl.sqrt(tl.sum(wide * wide) / size + eps))
@@ -132,7 +132,7 @@ def add_norm(
     rounds_first: tl.constexpr,
     block: tl.constexpr,
 ):
-    """For one token, x (normalised if `has_after`) plus `residual` -> `summed`; that normalised -> `out`.
+    """For one token, x (normalized if `has_after`) plus `residual` -> `summed`; that normalized -> `out`.
 
     x: [T, size], or parts of it; residual, summed, out: [T, size]; weights: [size], float32.
     """
@@ -142,13 +142,13 @@ def add_norm(
     row = tl.program_id(0).to(tl.int64) * size + columns
     value = _summed(x, row, inside, stride, splits, dtype)
     if has_after:
-        value = _normalised(value, after_weight + columns, size, inside, after_eps, rounds_first, dtype)
+        value = _normalized(value, after_weight + columns, size, inside, after_eps, rounds_first, dtype)
     if has_residual:
         value = (tl.load(residual + row, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(dtype)
         tl.store(summed + row, value, mask=inside)
     if has_next:
-        normalised = _normalised(value, next_weight + columns, size, inside, next_eps, rounds_first, dtype)
-        tl.store(out + row, normalised, mask=inside)
+        normalized = _normalized(value, next_weight + columns, size, inside, next_eps, rounds_first, dtype)
+        tl.store(out + row, normalized, mask=inside)
 
 
 @triton.jit(do_not_specialize=["width", "stride"])
@@ -174,7 +174,7 @@ def rotate_and_cache(
     rounds_first: tl.constexpr,
     half: tl.constexpr,
 ):
-    """One head of a token of the joint product: stores its query, key or value, the first two normalised and rotated.
+    """One head of a token of the joint product: stores its query, key or value, the first two normalized and rotated.
 
     qkv: [T, heads + 2 key heads, D], or parts of it; cosines, sines: [T, D]; slots: [R]; columns: [T]; queries: [T,
     heads, D]; keys, values: [S, key heads, P, D]; weights: [2, D], of the norms of queries and keys, float32.

@@ -8,7 +8,7 @@ specification is the model's own forward. No bit of a token depends on the shape
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cuda.indexed_cache import IndexedCache, IndexedForward
-from slipstream.models.decoder.around_layers import check_nothing_between, decoder_module, layer_rotations
+from slipstream.models.decoder.around_layers import check_nothing_between, layer_rotations
 from slipstream.models.decoder.cache import SlotCache
-from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, Norm, Rope
+from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, Norm, Rope, decoder_module
 from slipstream.models.decoder.fused_linear import is_plain
 from slipstream.models.decoder.plan import ACTIVATIONS, DecoderPlan, LayerPlan, UnknownLayerError
 
@@ -147,23 +147,25 @@ class TritonOps:
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         return self._plain.residual_mlp(hidden, attended)
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan) -> Tensor | None:
+    def whole_layer(
+        self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan, layer_input: Tensor | None
+    ) -> Tensor | None:
         forward = cache.forward if isinstance(cache, IndexedCache) else None
         if forward is None:
             return None
         assert isinstance(cache, IndexedCache)
         x = hidden.reshape(-1, hidden.shape[-1])
-        normalised = self.normalised(x, self.before_attention)
-        return self.layer(x, normalised, rope, cache, plan)[0].view_as(hidden)
+        normalized = self.normalized(x, self.before_attention)
+        return self.layer(x, normalized, rope, cache, plan)[0].view_as(hidden)
 
-    def normalised(self, x: Tensor, norm: Factors) -> Tensor:
+    def normalized(self, x: Tensor, norm: Factors) -> Tensor:
         """x [T, H] after a norm."""
         return self._add_norm(x, following=norm)[1]
 
     def layer(
         self,
         x: Tensor,
-        normalised: Tensor,
+        normalized: Tensor,
         rope: Rope,
         cache: IndexedCache,
         plan: LayerPlan,
@@ -171,15 +173,15 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         """The layer's output [T, H], and the same after the `following` norm.
 
-        x: the layer's input; normalised: the same after the layer's first norm.
+        x: the layer's input; normalized: the same after the layer's first norm.
         """
         if rope[0].shape[-1] != self.size:
             raise SlipstreamError(f"rotations of {rope[0].shape[-1]} numbers in a head of {self.size}")
         queries = x.new_empty(len(x), self.heads, self.size)
-        attended = self._attend(self._qkv(normalised), queries, rope, cache, plan)
+        attended = self._attend(self._qkv(normalized), queries, rope, cache, plan)
         out = self._out(attended.flatten(1))
-        x, normalised = self._add_norm(out, x, self._after_attention, self._before_feed_forward)
-        down = self._down(self._gate(self._gate_up(normalised), x.dtype))
+        x, normalized = self._add_norm(out, x, self._after_attention, self._before_feed_forward)
+        down = self._down(self._gate(self._gate_up(normalized), x.dtype))
         return self._add_norm(down, x, self._after_feed_forward, following)
 
     def _add_norm(
@@ -356,19 +358,19 @@ class TritonStack:
             cache.index(forward)
             ropes = self._rotations.computed(hidden, positions)
             x = hidden.reshape(-1, hidden.shape[-1])
-            normalised = self._ops[0].normalised(x, self._ops[0].before_attention)
+            normalized = self._ops[0].normalized(x, self._ops[0].before_attention)
             norms = [*(ops.before_attention for ops in self._ops[1:]), self._norm]
             for i, (ops, norm) in enumerate(zip(self._ops, norms, strict=True)):
                 if i in cache.hidden:
                     cache.keep_hidden(i, x.view_as(hidden))
-                x, normalised = ops.layer(x, normalised, ropes[self._which[i]], cache, self._plan.layers[i], norm)
+                x, normalized = ops.layer(x, normalized, ropes[self._which[i]], cache, self._plan.layers[i], norm)
             if len(self._ops) in cache.hidden:
                 cache.keep_hidden(len(self._ops), x.view_as(hidden))
-            normalised = normalised.view_as(hidden)
+            normalized = normalized.view_as(hidden)
             if columns is not None:
-                normalised = normalised[:, columns]
-            logits = self._output(normalised.flatten(0, 1), is_whole=True)
-            return self._plan.finish(logits.unflatten(0, normalised.shape[:2]))
+                normalized = normalized[:, columns]
+            logits = self._output(normalized.flatten(0, 1), is_whole=True)
+            return self._plan.finish(logits.unflatten(0, normalized.shape[:2]))
 
 
 def stack_of(model: Any, plan: DecoderPlan, modules: Sequence[nn.Module]) -> TritonStack:
@@ -401,24 +403,10 @@ def why_no_kernels(ops: LayerOps) -> str | None:
     if ops.size != _power_of_two(ops.size) or not ROWS <= ops.size <= LARGEST_HEAD:
         return f"{ops.size} numbers in a head; allowed: a power of two from {ROWS} to {LARGEST_HEAD}"
     plan = ops.plan
-    known = replace(
-        plan,
-        rotated=plan.size,
-        rotates_pairs=False,
-        norms_all_heads=False,
-        is_gated=True,
-        is_parallel=False,
-        residual=1.0,
-        soft_cap=0.0,
-        growth=None,
-        sinks=None,
-        experts=None,
-        gates_queries=False,
-        recurrent=None,
-        norm=replace(plan.norm, is_centred=False),
-    )
-    if plan != known or plan.before_attention is None or plan.before_feed_forward is None:
-        return f"they compute no layers of {'LayerNorm' if plan.norm.is_centred else 'this structure'}"
+    usual = {part.name: part.default for part in fields(plan) if part.default is not MISSING}
+    computed = replace(plan, **usual, rotated=plan.size, norm=replace(plan.norm, is_centered=False))
+    if plan != computed or plan.before_attention is None or plan.before_feed_forward is None:
+        return f"they compute no layers of {'LayerNorm' if plan.norm.is_centered else 'this structure'}"
     return None
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.decoder.fused_layer import Rope, angles
+from slipstream.models.decoder.fused_layer import Rope, angles, decoder_module
 from slipstream.models.decoder.plan import DecoderPlan, UnknownLayerError
 
-STATIC = frozenset(("default", "linear", "llama3", "yarn"))  # kinds of RoPE whose angles depend on the position alone
+STATIC = frozenset(
+    ("default", "linear", "llama3", "yarn", "proportional")
+)  # kinds of RoPE whose angles depend on the position alone
 
 
 class Rotations:
@@ -61,20 +63,23 @@ def layer_rotations(model: Any, inner: nn.Module, plan: DecoderPlan) -> tuple[Ro
     """The rotations of a model's layers, and for each layer the index of its own. inner: see `decoder_module`."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(plan.layers)
     kinds = sorted(set(layer_types))
-    rotations = Rotations(inner.get_submodule("rotary_emb") if plan.rotates else None, kinds, plan)
+    rotations = Rotations(inner.get_submodule(plan.rotary) if plan.rotates else None, kinds, plan)
     return rotations, [kinds.index(kind) if len(rotations) > 1 else 0 for kind in layer_types]
 
 
-def decoder_module(model: Any, plan: DecoderPlan) -> nn.Module:
-    """The module that calls the layers. Raises `UnknownLayerError` if none does."""
-    around, count = {"layers", plan.last_norm}, len(plan.layers)
-    if plan.rotates:
-        around.add("rotary_emb")
-    inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= around), None)
-    if inner is None or len(inner.get_submodule("layers")) != count:
-        raise UnknownLayerError(f"none of its modules has {', '.join(sorted(around))} with {count} layers")
-    module: nn.Module = inner
-    return module
+def layer_inputs(
+    inner: nn.Module, plan: DecoderPlan, tokens: Tensor, entering: Tensor, norm: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """[B, W, layers, numbers]: what a second embedding gives each layer for tokens [B, W].
+
+    inner: see `decoder_module`; entering: [B, W, H], what enters the first layer; norm: computes that of the plan.
+    """
+    second: Any = plan.second_embedding
+    projected = inner.get_submodule(second.projection)(entering) * second.projected
+    embedded = inner.get_submodule(second.embedding)(tokens)
+    shape = len(plan.layers), second.size
+    inputs: Tensor = (norm(projected.unflatten(-1, shape)) + embedded.unflatten(-1, shape)) * second.factor
+    return inputs
 
 
 @torch.inference_mode()
@@ -82,15 +87,18 @@ def check_nothing_between(model: Any, layers: Sequence[nn.Module], plan: Decoder
     """Raise `UnknownLayerError` where a model's embedding, layers, norm and output layer are not connected as planned.
 
     In a forward of two tokens, each of these modules must receive exactly the bits that the one before it returned; the
-    first layer and the caller, what `plan` makes of them.
+    first layer and the caller, what `plan` makes of them; each layer, its numbers of a second embedding.
     """
-    norm = decoder_module(model, plan).get_submodule(plan.last_norm)
+    inner = decoder_module(model, plan)
+    norm = inner.get_submodule(plan.last_norm)
     chain = [model.get_input_embeddings(), *layers, norm, model.get_output_embeddings()]
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+    received: list[Any] = []
 
     def record(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         entering = inputs[0] if inputs else options.get("hidden_states")
         calls.append((module, entering if isinstance(entering, Tensor) else torch.empty(0), output))
+        received.extend(x for x in inputs[1:] if x is not None)
 
     with ExitStack() as hooks:
         for module in chain:
@@ -110,3 +118,8 @@ def check_nothing_between(model: Any, layers: Sequence[nn.Module], plan: Decoder
         rounding = 0.0 if expected is output else 2 * torch.finfo(expected.dtype).eps
         if not torch.allclose(expected, entering.to(expected.dtype), rtol=rounding, atol=0.0):
             raise UnknownLayerError(f"it changes what {type(module).__name__} returns")
+    if plan.second_embedding is not None:
+        own_norm = inner.get_submodule(plan.second_embedding.norm)
+        for_layers = layer_inputs(inner, plan, ids, calls[1][1], own_norm).unbind(2)
+        if len(received) != len(for_layers) or not all(map(torch.equal, received, for_layers)):
+            raise UnknownLayerError("it gives its layers other numbers of its second embedding")

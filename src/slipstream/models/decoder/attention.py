@@ -102,7 +102,10 @@ class Scores:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: Scores) -> Tensor:
-    """query: [B, heads, W, D]; key, value: [B, key heads, S, D]; mask: as `group_mask` makes it -> [B, heads, W, D]."""
+    """query: [B, heads, W, D]; key: [B, key heads, S, D]; value: [B, key heads, S, E]; mask: as `group_mask` makes it.
+
+    Returns [B, heads, W, E].
+    """
     batch, heads, width, size = query.shape
     key_heads, length = key.shape[1:3]
     real = heads // key_heads * width
@@ -123,7 +126,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: Scores
         out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=form.scaling)
     if real % ROWS:
         out = out.narrow(2, 0, real)
-    return out.reshape(batch, heads, width, size)
+    return out.reshape(batch, heads, width, -1)
 
 
 def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], form: Scores) -> Tensor:
@@ -249,17 +252,24 @@ class MaskBuilder:
         self._is_eager = config._attn_implementation == "eager"
         self.repeats = repeats_of(config) if config._attn_implementation == GROUPED else None
 
-    def build(self, queries: Tensor, keys: Tensor, visible: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+    def build(
+        self, queries: Tensor, keys: Tensor, visible: Tensor | None = None, block: tuple[int, int] | None = None
+    ) -> Tensor | dict[str, Tensor]:
         """The mask of queries at positions [B, W] over keys at positions [S], or [B, 1, 1, S] if rows differ.
 
-        visible: [B, 1, W, S], which of the earlier keys a query may see; None: all. Returns [B, 1, W, S] (if grouped,
-        the shape of `group_mask`), or a dict of one mask per kind of attention if the layers differ.
+        visible: [B, 1, W, S], which of the earlier keys a query may see; None: all. block: first position and end of
+        keys that all queries see. Returns [B, 1, W, S] (if grouped, the shape of `group_mask`), or a dict of one mask
+        per kind of attention if the layers differ.
         """
         last = queries[:, None, :, None]
         causal = keys <= last if visible is None else (keys <= last) & visible
+        near = causal if self._window is None else causal & (keys > last - self._window)
+        if block is not None:
+            ahead = (keys >= block[0]) & (keys < block[1])
+            causal, near = causal | ahead, near | ahead
         masks = {"full_attention": self._form(causal)}
         if "sliding_attention" in self._kinds and self._window is not None:
-            masks["sliding_attention"] = self._form(causal & (keys > last - self._window))
+            masks["sliding_attention"] = self._form(near)
         return masks if len(self._kinds) > 1 else masks[next(iter(self._kinds))]
 
     def nothing(self, device: torch.device) -> Tensor | dict[str, Tensor]:

@@ -151,6 +151,7 @@ class SlotCache:
     states: RecurrentStates | None = None
     dtype: torch.dtype | None = None
     spare_positions = 0
+    sees_ahead = False  # tokens of the next forward see later ones, so that its mask is not causal
 
     def __init__(self, num_layers: int) -> None:
         self.layers = [SlotLayer() for _ in range(num_layers)]
@@ -198,14 +199,14 @@ class SlotCache:
         if rows > slots:
             slots = min(max(rows, 2 * slots), self.shape[0])
         if length > positions:
-            whole = -(-length // ATTENDED_UNIT) * ATTENDED_UNIT  # kernels read 32 positions at a time
-            positions = min(max(whole, 2 * positions, FIRST_POSITIONS), self.shape[1])
+            needed = -(-length // ATTENDED_UNIT) * ATTENDED_UNIT  # kernels read 32 positions at a time
+            positions = min(max(needed, 2 * positions, FIRST_POSITIONS), self.shape[1])
         if (slots, positions) == self.held:
             return
         self.moves += 1
         for layer in self._stored:
             if layer.keys is not None:
-                layer.keys, layer.values = (_enlarged(part, slots, positions) for part in (layer.keys, layer.values))
+                layer.keys, layer.values = (enlarged(part, slots, positions) for part in (layer.keys, layer.values))
         self.held = slots, positions  # set last, so that growth that ran out of memory is tried again
 
     def release(self) -> None:
@@ -221,14 +222,16 @@ class SlotCache:
             self.dtype = dtype
             self.release()
 
-    def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
+    def place(self, first_slot: int, starts: list[int], columns: Tensor, *, sees_ahead: bool = False) -> int:
         """Make the next forward write the positions columns[i] of slot first_slot + i, from starts[i] on.
 
-        columns: [rows, width]. Returns the attended length, at most the positions reserved.
+        columns: [rows, width]. sees_ahead: tokens see later ones, as masks say. Returns the attended length, at most
+        the positions reserved.
         """
         width = columns.shape[1]
-        attends_in_blocks = width >= LONG and self.attended_lengths and len(starts) == 1
+        attends_in_blocks = width >= LONG and self.attended_lengths and len(starts) == 1 and not sees_ahead
         self._begin([Cut(0, 0, 0, width, width, starts[0])] if attends_in_blocks else [])
+        self.sees_ahead = sees_ahead
         self._slots, self._written = slice(first_slot, first_slot + len(starts)), columns
         self._span = slice(starts[0], starts[0] + width) if len(set(starts)) == 1 else None
         if self._span is None:
@@ -256,6 +259,7 @@ class SlotCache:
 
     def _begin(self, cuts: list[Cut], layout: Layout | None = None) -> None:
         """Forget the previous forward."""
+        self.sees_ahead = False
         self._cuts, self._blocks, self._rectangles, self.layout = cuts, {}, {}, layout
         self.tree = self._destinations = self.prepared = None
 
@@ -272,19 +276,19 @@ class SlotCache:
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the new keys and values [rows, heads, width, size] and return what attention reads."""
-        layer = self.layers[layer_idx]
-        if layer.keys is None:
-            layer.keys, layer.values = (self._allocate(part, self.dtype) for part in (key_states, value_states))
-        return self._write(layer.keys, key_states), self._write(layer.values, value_states)
+        keys, values = self.of_layer(layer_idx, key_states, value_states)
+        return self._write(keys, key_states), self._write(values, value_states)
 
-    def of_layer(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
+    def of_layer(self, layer_idx: int, keys: Tensor, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [slots, heads, positions, size].
 
-        states: [_, heads, _, size], an example from which they are allocated if they are not yet.
+        keys, values: [_, heads, _, size], examples from which they are allocated if they are not yet; None: values of
+        the same size.
         """
         layer = self.layers[layer_idx]
         if layer.keys is None:
-            layer.keys, layer.values = self._allocate(states, self.dtype), self._allocate(states, self.dtype)
+            parts = keys, keys if values is None else values
+            layer.keys, layer.values = (self._allocate(part, self.dtype) for part in parts)
         return layer.keys, layer.values
 
     def keep_hidden(self, layer_idx: int, entering: Tensor) -> None:
@@ -386,7 +390,7 @@ def in_type(states: Tensor, dtype: torch.dtype) -> Tensor:
     return (states.clamp(-largest, largest) + (states - states)).to(dtype)
 
 
-def _enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
+def enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
     """Keys or values with at least so many slots and positions; the new ones hold zeros."""
     old_slots, heads, old_positions, size = cached.shape
     slots, positions = max(slots, old_slots), max(positions, old_positions)
@@ -427,7 +431,7 @@ class Layout:
     reach: tuple[int, int]
 
 
-def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | None) -> Layout:
+def lay_out(segments: Sequence[RowSegment | TreeSegment], total: int, widths: Sequence[int] | None) -> Layout:
     """The layout of a forward of `total` tokens; those after the last segment continue it.
 
     widths: as in `RaggedForwards.forward_ragged`.
@@ -497,7 +501,7 @@ def attend_ragged(
     return out.transpose(0, 1)[None]
 
 
-def _prompt_cuts(segments: Sequence[RowSegment], first: Sequence[int], total: int) -> list[Cut]:
+def _prompt_cuts(segments: Sequence[RowSegment | TreeSegment], first: Sequence[int], total: int) -> list[Cut]:
     """A cut for each segment, as wide as if it were read alone, and one for the padding behind it, if any."""
     cuts: list[Cut] = []
     for segment, begin, end in zip(segments, first, [*first[1:], total], strict=True):

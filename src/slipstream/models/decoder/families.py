@@ -7,15 +7,27 @@ it reads. A field that is not among them may say that the model computes somethi
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from slipstream.models.decoder.attention import STATEFUL
 from slipstream.models.decoder.mixtures import experts_plan
-from slipstream.models.decoder.plan import DecoderPlan, LayerPlan, NormPlan, UnknownLayerError, activation_named
+from slipstream.models.decoder.plan import (
+    DecoderPlan,
+    InputPlan,
+    LatentPlan,
+    LayerPlan,
+    NormPlan,
+    SecondEmbedding,
+    UnknownLayerError,
+    activation_named,
+)
 
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 Family = Callable[[Any, DecoderPlan], DecoderPlan]
 FAMILIES: dict[str, Family] = {}
 FIELDS: dict[str, frozenset[str]] = {}  # of a family beyond `COMMON`
@@ -37,10 +49,9 @@ COMMON = _names(
 ROTATION = _names(
     "rope_type type rope_theta factor attention_factor original_max_position_embeddings low_freq_factor "
     "high_freq_factor beta_fast beta_slow mscale mscale_all_dim truncate long_factor short_factor long_mscale "
-    "short_mscale partial_rotary_factor full_attention sliding_attention"
+    "short_mscale partial_rotary_factor full_attention sliding_attention max_position_embeddings"
 )
 KINDS = frozenset(("full_attention", "sliding_attention"))
-RECURRENT = frozenset(("linear_attention", "conv"))  # kinds of layers that only some families have
 # fields that no class declares, but whose names say that they change numbers; a factor of 1 is neutral
 FACTORS = re.compile(r"(?<!initializer_)scal|multipl|gain|mup_")
 LIMITS = re.compile(r"temperature_tuning|soft_?cap|clip|clamp|beta|logn|alpha")
@@ -55,11 +66,18 @@ def plan_of(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
     if (field := unknown_field(config, FIELDS.get(kind, frozenset()))) is not None:
         raise UnknownLayerError(f"its configuration has {field}")
     plan = FAMILIES.get(kind, llama)(config, _base(config, windows))
-    recurrent = RECURRENT if any(layer.recurrent for layer in plan.layers) else frozenset[str]()
+    recurrent = STATEFUL if any(layer.recurrent for layer in plan.layers) else frozenset[str]()
     if others := set(getattr(config, "layer_types", None) or ()) - KINDS - recurrent:
         raise UnknownLayerError(f"its configuration has layers of {sorted(others)[0]}")
     activation_named(plan.layers[0].activation)
     return plan
+
+
+def plan_of_model(model: Any, windows: Sequence[int | None]) -> DecoderPlan:
+    """The plan of a loaded model, or of the language part of one that reads more than text; see `plan_of`."""
+    plan = plan_of(model.config.get_text_config(), windows)
+    # the class of Gemma 3 that reads images does not apply the cap of its text configuration
+    return replace(plan, logit_cap=0.0) if model.config.model_type == "gemma3" else plan
 
 
 def unknown_field(config: Any, further: frozenset[str]) -> str | None:
@@ -67,7 +85,8 @@ def unknown_field(config: Any, further: frozenset[str]) -> str | None:
     kinds = takewhile(lambda kind: kind.__module__ != "transformers.configuration_utils", type(config).__mro__)
     declared = {name for kind in kinds for name in inspect.get_annotations(kind)}
     for name, value in config.to_dict().items():
-        if name not in COMMON | further and value and (name in declared or _changes_numbers(config, name, value)):
+        may_differ = name in declared or name == "per_layer_config" or _changes_numbers(config, name, value)
+        if name not in COMMON | further and value and may_differ:
             return f"{name}={value!r}"
     for name, value in _rotation_fields(getattr(config, "rope_parameters", None) or {}):
         if name not in ROTATION | further and value:
@@ -93,9 +112,8 @@ def _rotation_fields(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _base(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
     """The plan of Llama, but for fields that other families name otherwise."""
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    norm = NormPlan(getattr(config, "rms_norm_eps", 0.0))
+    heads, norm = config.num_attention_heads, NormPlan(getattr(config, "rms_norm_eps", 0.0))
+    each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(windows)
     layers = (
         LayerPlan(
             index=index,
@@ -110,15 +128,16 @@ def _base(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
             head_norms=None,
             norm=norm,
             heads=heads,
-            key_heads=getattr(config, "num_key_value_heads", None) or heads,
+            key_heads=getattr(of, "num_key_value_heads", None) or heads,
             size=size,
-            inner=config.intermediate_size,
+            inner=getattr(config, "intermediate_size", None) or 0,
             rotated=size,
             window=window,
             scaling=size**-0.5,
             activation=getattr(config, "hidden_act", None) or "silu",
         )
-        for index, window in enumerate(windows)
+        for index, (of, window) in enumerate(zip(each, windows, strict=True))
+        for size in (getattr(of, "head_dim", None) or config.hidden_size // heads,)
     )
     return DecoderPlan(tuple(layers), norm)
 
@@ -151,7 +170,7 @@ def ministral3(config: Any, plan: DecoderPlan) -> DecoderPlan:
 @family("qwen3")
 def qwen3(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Norms of each head."""
-    return plan.with_layers(head_norms=("self_attn.q_norm", "self_attn.k_norm"))
+    return plan.with_layers(head_norms=HEAD_NORMS)
 
 
 @family("gemma")
@@ -181,7 +200,87 @@ def gemma2(config: Any, plan: DecoderPlan) -> DecoderPlan:
 @family("gemma3_text", fields=f"{SOFT_CAPS} sliding_window_pattern _sliding_window_pattern")
 def gemma3(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Gemma 2 with norms of each head. Its layers do not read the cap of attention."""
-    return gemma2(config, plan).with_layers(head_norms=("self_attn.q_norm", "self_attn.k_norm"), soft_cap=0.0)
+    return gemma2(config, plan).with_layers(head_norms=HEAD_NORMS, soft_cap=0.0)
+
+
+@family(
+    "gemma4_text",
+    "gemma4_unified_text",
+    fields="per_layer_config hidden_activation final_logit_softcapping attention_k_eq_v use_bidirectional_attention "
+    "vocab_size_per_layer_input hidden_size_per_layer_input num_kv_shared_layers use_double_wide_mlp enable_moe_block "
+    "num_experts top_k_experts moe_intermediate_size",
+)
+def gemma4(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Gemma 3 with a norm of values, and other heads in layers without a window; mixtures have a dense part, too.
+
+    In small models the last layers attend to keys and values of earlier ones, and a second embedding enters each layer.
+    """
+    if config.use_bidirectional_attention == "all":
+        raise UnknownLayerError("its configuration has use_bidirectional_attention='all'")
+    norm, full = replace(plan.norm, rounds_first=False), dict[str, Any]()
+    if config.attention_k_eq_v:
+        full = {"qkv": ("self_attn.q_proj", "self_attn.k_proj"), "shares_values": True}
+    plan = plan.with_layers(
+        lambda layer: full if config.layer_types[layer.index] == "full_attention" else {},
+        norm=norm,
+        after_attention="post_attention_layernorm",
+        before_feed_forward="pre_feedforward_layernorm",
+        after_feed_forward="post_feedforward_layernorm",
+        head_norms=HEAD_NORMS,
+        values_norm="self_attn.v_norm",
+        scaling=1.0,
+        activation=config.hidden_activation,
+        scale="layer_scalar",
+    )
+    if getattr(config, "enable_moe_block", False):
+        plan = plan.with_layers(
+            experts=experts_plan(config),
+            before_router="router",
+            before_experts="pre_feedforward_layernorm_2",
+            after_experts="post_feedforward_layernorm_2",
+            after_dense="post_feedforward_layernorm_1",
+        )
+    plan = _with_second_embedding(config, _with_shared_keys(config, plan))
+    return replace(plan, norm=norm, logit_cap=config.final_logit_softcapping or 0.0)
+
+
+def _with_shared_keys(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """The plan whose last layers attend to the keys and values of the last earlier layer of their kind."""
+    kinds, first = config.layer_types, len(plan.layers) - config.num_kv_shared_layers
+    source = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
+    if missing := set(kinds[max(first, 0) :]) - source.keys():
+        raise UnknownLayerError(f"none of its layers has the keys and values of its last {missing.pop()}")
+    wide = 2 if config.use_double_wide_mlp else 1
+
+    def changes(layer: LayerPlan) -> dict[str, Any]:
+        if layer.index < first:
+            return {}
+        return {
+            "keys_of": source[kinds[layer.index]],
+            "qkv": layer.qkv[:1],
+            "head_norms": ("self_attn.q_norm",),
+            "values_norm": None,
+            "shares_values": False,
+            "inner": wide * layer.inner,
+        }
+
+    return plan.with_layers(changes)
+
+
+def _with_second_embedding(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    size = getattr(config, "hidden_size_per_layer_input", 0)
+    if not size:
+        return plan
+    second = SecondEmbedding(
+        size,
+        "embed_tokens_per_layer",
+        "per_layer_model_projection",
+        "per_layer_projection_norm",
+        config.hidden_size**-0.5,
+        2.0**-0.5,
+    )
+    layer_input = InputPlan(size, "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+    return replace(plan.with_layers(input=layer_input), second_embedding=second)
 
 
 @family("phi3")
@@ -198,11 +297,9 @@ def smollm3(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("olmo2", "olmo3")
 def olmo2(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Norms after both parts and none before; queries and keys are normalised before they are divided into heads."""
+    """Norms after both parts and none before; queries and keys are normalized before they are divided into heads."""
     norm = replace(plan.norm, rounds_first=False)
-    plan = _norms_after(plan).with_layers(
-        norm=norm, head_norms=("self_attn.q_norm", "self_attn.k_norm"), norms_all_heads=True
-    )
+    plan = _norms_after(plan).with_layers(norm=norm, head_norms=HEAD_NORMS, norms_all_heads=True)
     return replace(plan, norm=norm)
 
 
@@ -212,13 +309,13 @@ def exaone4(config: Any, plan: DecoderPlan) -> DecoderPlan:
     rotates_all = config.sliding_window is None
     return _norms_after(plan).with_layers(
         lambda layer: {"rotated": layer.size if rotates_all or layer.window else 0},
-        head_norms=("self_attn.q_norm", "self_attn.k_norm"),
+        head_norms=HEAD_NORMS,
     )
 
 
 @family("glm")
 def glm(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """A joint projection of gate and up; neighbouring numbers of a part of each head are rotated."""
+    """A joint projection of gate and up; neighboring numbers of a part of each head are rotated."""
     return plan.with_layers(gate_up=("mlp.gate_up_proj",), rotated=_rotated(config, plan), rotates_pairs=True)
 
 
@@ -235,7 +332,7 @@ GRANITE = "embedding_multiplier logits_scaling residual_multiplier attention_mul
 
 @family("granite", fields=GRANITE)
 def granite(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Llama with factors."""
+    """Embeddings, attention, residuals and logits have factors."""
     plan = plan.with_layers(scaling=config.attention_multiplier, residual=config.residual_multiplier)
     return replace(plan, embedding=config.embedding_multiplier, logits=1 / config.logits_scaling)
 
@@ -243,7 +340,7 @@ def granite(config: Any, plan: DecoderPlan) -> DecoderPlan:
 @family("cohere", "cohere2", fields="logit_scale layer_norm_eps")
 def cohere(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Attention and feed-forward part side by side after one LayerNorm; in Cohere 2 only layers with windows rotate."""
-    norm, rotates_all = NormPlan(config.layer_norm_eps, is_centred=True), config.model_type == "cohere"
+    norm, rotates_all = NormPlan(config.layer_norm_eps, is_centered=True), config.model_type == "cohere"
     plan = plan.with_layers(
         lambda layer: {"rotated": layer.size if rotates_all or layer.window else 0},
         norm=norm,
@@ -257,14 +354,14 @@ def cohere(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("ernie4_5")
 def ernie4_5(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Neighbouring numbers are rotated."""
+    """Neighboring numbers are rotated."""
     return plan.with_layers(rotates_pairs=True)
 
 
 @family("starcoder2", fields="norm_epsilon")
 def starcoder2(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """LayerNorm, and a feed-forward part without a gate."""
-    norm = NormPlan(config.norm_epsilon, is_centred=True)
+    norm = NormPlan(config.norm_epsilon, is_centered=True)
     plan = plan.with_layers(norm=norm, gate_up=("mlp.c_fc",), down="mlp.c_proj", is_gated=False)
     return replace(plan, norm=norm)
 
@@ -298,14 +395,13 @@ def qwen3_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("olmoe", fields=EXPERTS)
 def olmoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Queries and keys are normalised before they are divided into heads."""
-    head_norms = ("self_attn.q_norm", "self_attn.k_norm")
-    return mixtral(config, plan.with_layers(head_norms=head_norms, norms_all_heads=True))
+    """Queries and keys are normalized before they are divided into heads."""
+    return mixtral(config, plan.with_layers(head_norms=HEAD_NORMS, norms_all_heads=True))
 
 
 @family("granitemoe", fields=f"{GRANITE} {EXPERTS}")
 def granitemoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Granite with experts."""
+    """As Granite, but each layer has experts."""
     return mixtral(config, granite(config, plan))
 
 
@@ -316,7 +412,7 @@ def granitemoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
 )
 def glm4_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Dense layers first; a part of each head is rotated. The experts' block refuses a choice among groups."""
-    head_norms = ("self_attn.q_norm", "self_attn.k_norm") if config.use_qk_norm else None
+    head_norms = HEAD_NORMS if config.use_qk_norm else None
     plan = plan.with_layers(head_norms=head_norms, rotated=_rotated(config, plan))
     return _with_experts(config, plan, range(config.first_k_dense_replace, len(plan.layers)))
 
@@ -335,8 +431,75 @@ def ernie4_5_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("gpt_oss", fields=f"{EXPERTS} swiglu_alpha swiglu_limit")
 def gpt_oss(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Attention with sinks."""
-    return mixtral(config, plan.with_layers(sinks="self_attn.sinks", angles_of_pairs=True))
+    """Each head has a sink, the model one angle for each pair of numbers; norms are rounded once."""
+    norm = replace(plan.norm, rounds_first=False)
+    plan = replace(plan.with_layers(norm=norm, sinks="self_attn.sinks", angles_of_pairs=True), norm=norm)
+    return mixtral(config, plan)
+
+
+LATENT = (
+    f"{EXPERTS} kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim n_routed_experts "
+    "n_shared_experts n_group topk_group routed_scaling_factor aux_loss_alpha"
+)
+
+
+@family("deepseek_v2", fields=f"{LATENT} first_k_dense_replace topk_method")
+def deepseek_v2(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Latent attention, whose rotations are complex numbers; dense layers first, then experts."""
+    plan = _with_latent(config, plan).with_layers(rotates_pairs=True, angles_of_pairs=True)
+    return _with_experts(config, plan, range(config.first_k_dense_replace, len(plan.layers)))
+
+
+@family(
+    *("deepseek_v3", "glm4_moe_lite"),
+    fields=f"{LATENT} first_k_dense_replace mlp_layer_types rope_interleave num_nextn_predict_layers num_mtp_layers",
+)
+def deepseek_v3(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Latent attention that rotates pairs of neighbors, and leaves the first numbers of all pairs in front."""
+    pairs = bool(config.rope_interleave)
+    plan = _with_latent(config, plan).with_layers(rotates_pairs=pairs, parts_pairs=pairs)
+    dense = range(getattr(config, "first_k_dense_replace", None) or 0)
+    kinds = getattr(config, "mlp_layer_types", None) or [
+        "dense" if i in dense else "sparse" for i in range(len(plan.layers))
+    ]
+    return _with_experts(config, plan, [i for i, kind in enumerate(kinds) if kind == "sparse"])
+
+
+LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+
+
+def latent_plan(config: Any) -> LatentPlan | None:
+    """The latent attention of a text configuration; None if it has none that is declared."""
+    if getattr(config, "model_type", None) not in LATENT_ATTENTION:
+        return None
+    has_rank = config.q_lora_rank is not None
+    return LatentPlan(
+        count=config.num_attention_heads,
+        rank=config.kv_lora_rank,
+        plain=config.qk_nope_head_dim,
+        values=config.v_head_dim,
+        heads="self_attn.kv_b_proj",
+        norm="self_attn.kv_a_layernorm",
+        queries_up="self_attn.q_b_proj" if has_rank else None,
+        queries_norm="self_attn.q_a_layernorm" if has_rank else None,
+    )
+
+
+def _with_latent(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """The plan with latent attention. YaRN multiplies its scores, too: by the square of what `mscale_all_dim` says."""
+    latent, rotated, rope = latent_plan(config), config.qk_rope_head_dim, config.rope_parameters
+    assert latent is not None
+    scaling = (latent.plain + rotated) ** -0.5
+    if rope["rope_type"] != "default" and (scale := rope.get("mscale_all_dim")) and rope["factor"] > 1:
+        scaling *= (0.1 * scale * math.log(rope["factor"]) + 1) ** 2
+    return plan.with_layers(
+        qkv=("self_attn.q_a_proj" if latent.queries_up else "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+        latent=latent,
+        size=latent.rank + rotated,
+        rotated=rotated,
+        key_heads=1,
+        scaling=scaling,
+    )
 
 
 def _with_experts(config: Any, plan: DecoderPlan, layers: Container[int]) -> DecoderPlan:
@@ -353,7 +516,7 @@ def _with_experts(config: Any, plan: DecoderPlan, layers: Container[int]) -> Dec
 def lfm2(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Short convolutions in most layers, and a width of the feed-forward part that may not be the one declared."""
     inner = config.intermediate_size
-    if config.block_auto_adjust_ff_dim:
+    if getattr(config, "block_auto_adjust_ff_dim", False):
         multiple = config.block_multiple_of
         inner = int((config.block_ffn_dim_multiplier or 1) * int(2 * inner / 3))
         inner = -(-inner // multiple) * multiple if config.block_ffn_dim_multiplier is not None else inner
@@ -373,10 +536,22 @@ def lfm2(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 
 @family(
-    "qwen3_5_text",
-    fields="linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-    "linear_num_value_heads mrope_section mrope_interleaved",
+    "lfm2_moe",
+    fields=f"{EXPERTS} norm_eps conv_bias conv_L_cache num_dense_layers use_expert_bias routed_scaling_factor",
 )
+def lfm2_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """LFM 2 with experts behind some dense layers."""
+    plan = replace(lfm2(config, plan), rotary="pos_emb")
+    return _with_experts(config, plan, range(config.num_dense_layers, len(plan.layers)))
+
+
+DELTA_NET = (
+    "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+    "mrope_section mrope_interleaved"
+)
+
+
+@family("qwen3_5_text", fields=DELTA_NET)
 def qwen3_5(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Gated delta nets in most layers; the others have gates for their queries, and rotate a part of each head."""
     plan = qwen3(config, gemma(config, plan)).with_layers(gates_queries=True, rotated=_rotated(config, plan))
@@ -384,15 +559,22 @@ def qwen3_5(config: Any, plan: DecoderPlan) -> DecoderPlan:
     return _with_recurrent(config, plan, "linear_attention", "linear_attn", parts)
 
 
+@family("qwen3_5_moe_text", fields=f"{DELTA_NET} {EXPERTS} shared_expert_intermediate_size")
+def qwen3_5_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Qwen 3.5 with the experts of Qwen 2 in each layer."""
+    return _with_experts(config, qwen3_5(config, plan), range(len(plan.layers)))
+
+
 @family(
     "granitemoehybrid",
-    fields=f"{GRANITE} num_experts_per_tok router_aux_loss_coef shared_intermediate_size position_embedding_type "
+    fields=f"{GRANITE} {EXPERTS} shared_intermediate_size position_embedding_type "
     "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size "
     "mamba_conv_bias mamba_proj_bias time_step_limit",
 )
 def granitemoehybrid(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Granite with Mamba-2 in most layers and, in most models, without positions. Those with experts have no plan."""
+    """Granite with Mamba-2 in most layers and, in most models, without positions; mixtures have a dense part, too."""
     plan = granite(config, plan).with_layers(
+        experts=experts_plan(config) if config.num_local_experts else None,
         inner=config.shared_intermediate_size,
         gate_up=("shared_mlp.input_linear",),
         down="shared_mlp.output_linear",

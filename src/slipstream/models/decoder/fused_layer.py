@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,7 @@ from slipstream.models.decoder.plan import (
     SILU,
     DecoderPlan,
     ExpertsPlan,
+    LatentPlan,
     LayerPlan,
     NormPlan,
     UnknownLayerError,
@@ -54,6 +58,7 @@ def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines [B, W, rotated numbers of a head]
+GivenRope = Rope | Tensor  # as a model's own module returns them: a tensor is complex
 
 
 class Norm:
@@ -72,8 +77,8 @@ class Norm:
             weight = plan.offset + weight.to(torch.promote_types(weight.dtype, torch.float32))
         self.factors, self._size = weight.float().contiguous(), len(weight)
         self._signs = weight.new_tensor([[1.0], [-1.0]])
-        self._after = weight if plan.rounds_first and not plan.is_centred else None
-        self._within = None if self._after is not None else weight if plan.is_centred else weight.repeat(2)
+        self._after = weight if plan.rounds_first and not plan.is_centered else None
+        self._within = None if self._after is not None else weight if plan.is_centered else weight.repeat(2)
 
     @property
     def eps(self) -> float:
@@ -86,13 +91,13 @@ class Norm:
         return self._after is not None
 
     @property
-    def is_centred(self) -> bool:
-        """True for LayerNorm."""
-        return self._plan.is_centred
+    def is_centered(self) -> bool:
+        """True if the norm subtracts the mean, as LayerNorm does."""
+        return self._plan.is_centered
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise x [..., size] over its last dimension."""
-        if self.is_centred:
+        """Normalize x [..., size] over its last dimension."""
+        if self.is_centered:
             return layer_norm(x, (self._size,), self._within, self.bias, self.eps)
         both = (x.unsqueeze(-2) * self._signs).flatten(-2)
         both = both.to(x.dtype if x.device.type == "cpu" or self._within is None else self._within.dtype)
@@ -122,11 +127,13 @@ class RotaryEmbedding:
         return torch.cat((part, rest), -1) if rest.shape[-1] else part
 
 
-def angles(rope: Rope, positions: Tensor | None, dtype: torch.dtype, plan: LayerPlan) -> Rope:
+def angles(rope: GivenRope, positions: Tensor | None, dtype: torch.dtype, plan: LayerPlan) -> Rope:
     """A model's cosines and sines at positions [B, W] as layers take them.
 
     The numbers of all pairs' first elements stand in front of those of their second ones; see `grows_queries`, too.
     """
+    if isinstance(rope, Tensor):
+        rope = rope.real, rope.imag
     if plan.angles_in_pairs:
         rope = in_halves(rope[0]), in_halves(rope[1])
     if plan.angles_of_pairs:
@@ -150,8 +157,13 @@ class Ops(Protocol):
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """From hidden states and attention's output [B, W, heads * D] to the next layer's hidden states."""
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan) -> Tensor | None:
-        """The whole layer at once, attention included; None if it must be computed in the two parts above."""
+    def whole_layer(
+        self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan, layer_input: Tensor | None
+    ) -> Tensor | None:
+        """The whole layer at once, attention included; None if it must be computed in the two parts above.
+
+        layer_input: [B, W, numbers] of a second embedding.
+        """
 
 
 class Experts(Protocol):
@@ -160,11 +172,21 @@ class Experts(Protocol):
     plan: ExpertsPlan
     struct: Any
 
-    def sum_of(self, x: Tensor) -> Tensor:
-        """What the experts give for hidden states [..., H], of the same shape and type."""
+    def sum_of(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """What the experts give for hidden states [..., H], of the same shape and type.
+
+        routed: what the router reads instead of them.
+        """
 
     def check_forced(self, tokens: int) -> None:
         """Raise ValueError if a choice is forced for another number of tokens."""
+
+
+class LatentHeads(Protocol):
+    """The matrices of latent attention's heads that the kernels multiply by. struct: theirs."""
+
+    plan: LatentPlan
+    struct: Any
 
 
 class LayerOps:
@@ -174,24 +196,43 @@ class LayerOps:
         _check_modules(layer, plan)
         self.plan, self._rope = plan, rope
         self.heads, self.key_heads, self.size = plan.heads, plan.key_heads, plan.size
-        outputs = ((1 + plan.gates_queries) * plan.heads + 2 * plan.key_heads) * plan.size
-        self.qkv = _product(layer, plan.qkv, None if plan.recurrent else outputs)
+        self.latent: LatentHeads | None = None
+        self.queries_up: Any = None
+        self.qkv = _product(layer, plan.qkv, _outputs(layer, plan))
         self.mixer: Any = None if plan.mixer is None else layer.get_submodule(plan.mixer)
         self.out = _product(layer, (plan.out,))
         self.gate_up: Any = None
         self.down: Any = None
         self.experts: Experts | None = None
         if plan.experts is not None:
-            self.experts = _experts(layer, plan.experts)
-        else:
-            assert plan.down is not None
+            self.experts = _by_kernels(layer, plan.experts.block, plan.experts)
+        if plan.down is not None:
             self.gate_up = _product(layer, plan.gate_up, (1 + plan.is_gated) * plan.inner)
             self.down = _product(layer, (plan.down,))
         self.sinks = None if plan.sinks is None else layer.get_parameter(plan.sinks).detach()
-        self.head_norms = [Norm(layer.get_submodule(path), plan.norm) for path in plan.head_norms or ()]
-        norms = (None if path is None else Norm(layer.get_submodule(path), plan.norm) for path in plan.norms)
-        self.before_attention, self.after_attention, self.before_feed_forward, self.after_feed_forward = norms
-        self._act: Callable[[Tensor], Tensor] = silu if ACTIVATIONS[plan.activation] == SILU else _gelu
+        self.head_norms: list[Any] = [Norm(layer.get_submodule(path), plan.norm) for path in plan.head_norms or ()]
+        if (latent := plan.latent) is not None:
+            self.latent = _by_kernels(layer, latent.heads, latent)
+            self.head_norms = [_norm_of(layer, path, plan) for path in (latent.queries_norm, latent.norm)]
+            if latent.queries_up is not None:
+                self.queries_up = _product(layer, (latent.queries_up,), plan.heads * (latent.plain + plan.rotated))
+        paths = *plan.norms, *plan.experts_norms
+        norms = [None if path is None else Norm(layer.get_submodule(path), plan.norm) for path in paths]
+        self.before_attention, self.after_attention, self.before_feed_forward, self.after_feed_forward = norms[:4]
+        self.before_router, self.before_experts, self.after_experts, self.after_dense = norms[4:]
+        self.values_norm: Norm | None = None
+        if plan.values_norm is not None:
+            ones = torch.ones(plan.size, dtype=self.head_norms[0].factors.dtype)
+            eps = getattr(layer.get_submodule(plan.values_norm), "eps", None)
+            self.values_norm = Norm(cast(nn.Module, SimpleNamespace(weight=ones, eps=eps)), plan.norm)
+        part = plan.input
+        self.input_gate: Any = None if part is None else _product(layer, (part.gate,), part.size)
+        self.input_projection: Any = None if part is None else _product(layer, (part.projection,))
+        self.after_input = None if part is None else Norm(layer.get_submodule(part.norm), plan.norm)
+        self.scale = 1.0 if plan.scale is None else float(layer.get_buffer(plan.scale))
+        self._act: Callable[[Tensor], Tensor] = silu
+        if ACTIVATIONS[plan.activation] != SILU:
+            self._act = partial(gelu, approximate="tanh")
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         batch, width = hidden.shape[:2]
@@ -219,21 +260,32 @@ class LayerOps:
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         return self._after_mixing(hidden, self.out(attended))
 
-    def mix(self, hidden: Tensor, options: Mapping[str, Any]) -> Tensor:
+    def mix(self, hidden: Tensor, options: Mapping[str, Any], layer_input: Tensor | None) -> Tensor:
         """The whole layer, whose tokens the model's own module mixes. options: of the layer's forward."""
         mixed = self.mixer(_normed(self.before_attention, hidden), **options)
-        return self._after_mixing(hidden, mixed[0] if isinstance(mixed, tuple) else mixed)
+        return self._after_mixing(hidden, mixed[0] if isinstance(mixed, tuple) else mixed, layer_input)
 
-    def _after_mixing(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+    def _after_mixing(self, hidden: Tensor, mixed: Tensor, layer_input: Tensor | None = None) -> Tensor:
         x = hidden + self._added(self.after_attention, mixed)
         entering = (
             _normed(self.before_attention, hidden) if self.plan.is_parallel else _normed(self.before_feed_forward, x)
         )
-        return x.add_(self._added(self.after_feed_forward, self._feed_forward(entering)))
+        x = x.add_(self._added(self.after_feed_forward, self._feed_forward(entering, x)))
+        if layer_input is not None:
+            gated = activated(self._act, self.input_gate(x)).mul_(layer_input)
+            x = x.add_(self._added(self.after_input, self.input_projection(gated)))
+        return x if self.scale == 1 else x.mul_(self.scale)
 
-    def _feed_forward(self, entering: Tensor) -> Tensor:
-        if self.experts is not None:
-            return self.experts.sum_of(entering)
+    def _feed_forward(self, entering: Tensor, residual: Tensor) -> Tensor:
+        if self.experts is None:
+            return self._dense(entering)
+        routed = None if self.before_router is None else self.before_router(residual)
+        experts = self.experts.sum_of(self.before_experts(residual) if self.before_experts else entering, routed)
+        if self.down is None:
+            return experts
+        return _normed(self.after_dense, self._dense(entering)) + _normed(self.after_experts, experts)
+
+    def _dense(self, entering: Tensor) -> Tensor:
         both = self.gate_up(entering)
         if self.plan.is_gated:
             gate, up = both.split(self.plan.inner, -1)
@@ -248,17 +300,15 @@ class LayerOps:
         x = _normed(norm, x)
         return x if self.plan.residual == 1 else x * self.plan.residual
 
-    def whole_layer(self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan) -> Tensor | None:
+    def whole_layer(
+        self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan, layer_input: Tensor | None
+    ) -> Tensor | None:
         """None: these ops compute a layer in two parts."""
         return None
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return gelu(x, approximate="tanh")
 
 
 class FusedLayer:
@@ -279,26 +329,32 @@ class FusedLayer:
         cache, positions = given_cache(options), options.get("position_ids")
         rope: Any = options.get("position_embeddings")
         mask: Any = options.get("attention_mask")
-        if inputs or not isinstance(cache, SlotCache) or (mask is None and not self.plan.recurrent):
+        further = [x for x in inputs if x is not None]
+        if (
+            len(further) != (self.plan.input is not None)
+            or not isinstance(cache, SlotCache)
+            or (mask is None and not self.plan.recurrent)
+        ):
             return self._original_forward(hidden_states, *inputs, **options)
         if self.plan.rotated:
             rope = self._angles(rope, positions, hidden_states.dtype)
         elif rope is None:  # of a model without positions
             nothing = hidden_states.new_empty(*hidden_states.shape[:2], 0)
             rope = nothing, nothing
-        output = self.ops.whole_layer(hidden_states, rope, cache, self.plan)
+        layer_input = further[0] if further else None
+        output = self.ops.whole_layer(hidden_states, rope, cache, self.plan, layer_input)
         if output is not None:
             return output
         if self.plan.mixer is not None:
-            return self.plain.mix(hidden_states, options)
+            return self.plain.mix(hidden_states, options, layer_input)
         qk, values = self.ops.project_qkv_rope(hidden_states, rope)
         attended = self._attend(qk, values, mask, cache)
         return self.ops.residual_mlp(hidden_states, attended.transpose(1, 2).flatten(2))
 
-    def _angles(self, rope: Rope | None, positions: Tensor | None, dtype: torch.dtype) -> Rope:
+    def _angles(self, rope: GivenRope | None, positions: Tensor | None, dtype: torch.dtype) -> Rope:
         if rope is None or (positions is None and self.plan.growth):
             raise UnknownLayerError("its layers are not given positions and their rotations")
-        rotated = rope[1].shape[-1] * (2 if self.plan.angles_of_pairs else 1)
+        rotated = rope[-1].shape[-1] * (2 if self.plan.angles_of_pairs else 1)
         if rotated != self.plan.rotated:
             raise UnknownLayerError(f"it rotates {rotated} of a head's {self.plan.size} numbers")
         return angles(rope, positions, dtype, self.plan)
@@ -330,10 +386,23 @@ def fused_layers(model: nn.Module, plan: DecoderPlan) -> list[tuple[nn.Module, F
     """
     count = len(plan.layers)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(lists) > 1:  # a tower of images may have as many layers
+        lists = [m for m in lists if m is decoder_module(model, plan).layers]
     if len(lists) != 1:
         raise UnknownLayerError(f"it has {len(lists)} lists of {count} modules, not one")
     rope = RotaryEmbedding()
     return [(layer, FusedLayer(layer, of, rope)) for layer, of in zip(lists[0], plan.layers, strict=True)]
+
+
+def decoder_module(model: Any, plan: DecoderPlan) -> Any:
+    """The module that calls the layers. Raises `UnknownLayerError` if none does."""
+    around, count = {"layers", plan.last_norm}, len(plan.layers)
+    if plan.rotates:
+        around.add(plan.rotary)
+    for module in model.modules():
+        if dict(module.named_children()).keys() >= around and len(module.get_submodule("layers")) == count:
+            return module
+    raise UnknownLayerError(f"none of its modules has {', '.join(sorted(around))} with {count} layers")
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -363,12 +432,32 @@ def _has_no_weights(module: nn.Module) -> bool:
     return is_of_torch_or_transformers and not any(True for _ in module.parameters())
 
 
-def _experts(layer: nn.Module, plan: ExpertsPlan) -> Experts:
-    block: Any = layer.get_submodule(plan.block)
-    if getattr(block, "plan", None) != plan:
-        raise UnknownLayerError(f"the kernels do not compute its {type(block).__name__}")
-    experts: Experts = block
-    return experts
+def _outputs(layer: nn.Module, plan: LayerPlan) -> int | None:
+    """How many numbers a layer's first product gives a token; None: its recurrence decides."""
+    if plan.recurrent:
+        return None
+    if plan.latent is None:
+        kept = 0 if plan.reuses_keys else 2 - plan.shares_values
+        return ((1 + plan.gates_queries) * plan.heads + kept * plan.key_heads) * plan.size
+    if plan.latent.queries_norm is None:
+        return plan.heads * (plan.latent.plain + plan.rotated) + plan.size
+    return len(layer.get_parameter(f"{plan.latent.queries_norm}.weight")) + plan.size
+
+
+def _norm_of(layer: nn.Module, path: str | None, plan: LayerPlan) -> Norm | None:
+    """A norm of latent attention, whose epsilon may not be that of the other norms."""
+    if path is None:
+        return None
+    module = layer.get_submodule(path)
+    return Norm(module, replace(plan.norm, eps=getattr(module, "variance_epsilon", plan.norm.eps)))
+
+
+def _by_kernels(layer: nn.Module, path: str, plan: ExpertsPlan | LatentPlan) -> Any:
+    """The module that the kernels compute by this plan."""
+    module = layer.get_submodule(path)
+    if getattr(module, "plan", None) != plan:
+        raise UnknownLayerError(f"the kernels do not compute its {path}")
+    return module
 
 
 def _product(layer: nn.Module, paths: tuple[str, ...], outputs: int | None = None) -> Any:

@@ -111,7 +111,8 @@ def _names(model: nn.Module) -> dict[nn.Linear, str]:
 def _same_input(model: Any, calls: Calls) -> list[tuple[nn.Module, list[str]]]:
     """Groups of sibling layers that were called one after the other with the same tensor, and only once each.
 
-    A group is the parent module and the names of its children.
+    One other group may be called in between, as in latent attention. A group is the parent module and the names of its
+    children.
     """
     parents = {
         child: (parent, name)
@@ -124,8 +125,10 @@ def _same_input(model: Any, calls: Calls) -> list[tuple[nn.Module, list[str]]]:
         if linear not in parents:
             continue
         parent = parents[linear][0]
-        if groups and groups[-1][0] is x and groups[-1][1] is parent and _alike(groups[-1][2][0], linear):
-            groups[-1][2].append(linear)
+        for entering, owner, linears in groups[-2:]:
+            if entering is x and owner is parent and _alike(linears[0], linear):
+                linears.append(linear)
+                break
         else:
             groups.append((x, parent, [linear]))
     called = [linear for linear, _ in calls]

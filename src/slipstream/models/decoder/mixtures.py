@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slipstream.models.cpu.structs import MAX_GROUPS
 from slipstream.models.decoder.plan import ExpertsPlan, UnknownLayerError, activation_named
 
 
@@ -20,11 +21,12 @@ def experts_plan(config: Any) -> ExpertsPlan:
 
 def _softmax(config: Any, count: int, inner: int, **further: Any) -> ExpertsPlan:
     """count: of experts; inner: see `ExpertsPlan`."""
-    plan = {
+    plan: dict[str, Any] = {
         "block": "mlp",
-        "used": config.num_experts_per_tok,
+        "used": getattr(config, "num_experts_per_tok", None),
+        "hidden": config.hidden_size,
         "activation": activation_named(getattr(config, "hidden_act", "silu")),
-        "normalises": getattr(config, "norm_topk_prob", True),
+        "normalizes": getattr(config, "norm_topk_prob", True),
     }
     return ExpertsPlan(count=count, inner=inner, **plan | further)
 
@@ -43,6 +45,10 @@ def _mixtral(config: Any, **further: Any) -> ExpertsPlan:
     return _softmax(config, config.num_local_experts, config.intermediate_size, **further)
 
 
+def _granite(config: Any) -> ExpertsPlan:
+    return _mixtral(config, block="block_sparse_moe", router="router")
+
+
 def _gpt_oss(config: Any) -> ExpertsPlan:
     """SwiGLU with limits, and biases everywhere."""
     slope, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
@@ -50,21 +56,31 @@ def _gpt_oss(config: Any) -> ExpertsPlan:
     return _mixtral(config, **further, is_biased=True, returns_pair=True)
 
 
+def _groups(config: Any) -> dict[str, int]:
+    """The groups of experts from some of which a router chooses."""
+    groups, used = getattr(config, "n_group", 1) or 1, getattr(config, "topk_group", 1) or 1
+    count, chosen = config.n_routed_experts, config.num_experts_per_tok
+    if groups > MAX_GROUPS or count % groups or not used * (count // groups) >= chosen:
+        raise UnknownLayerError(f"its router chooses {chosen} of {count} experts from {used} of {groups} groups")
+    return {"groups": groups, "used_groups": min(used, groups)}
+
+
+def _deepseek(config: Any, **further: Any) -> ExpertsPlan:
+    inner = config.moe_intermediate_size
+    shared = {"shared": "shared_experts", "shared_inner": inner * config.n_shared_experts}
+    return _softmax(config, config.n_routed_experts, inner, factor=config.routed_scaling_factor, **shared, **further)
+
+
 def _glm(config: Any) -> ExpertsPlan:
-    groups, used_groups = getattr(config, "n_group", 1) or 1, getattr(config, "topk_group", 1) or 1
-    if used_groups < groups:
-        raise UnknownLayerError(f"its router chooses {used_groups} of {groups} groups of experts first")
-    return _softmax(
-        config,
-        config.n_routed_experts,
-        config.moe_intermediate_size,
-        is_sigmoid=True,
-        factor=config.routed_scaling_factor,
-        floor=1e-20,
-        choice_bias="gate.e_score_correction_bias",
-        shared="shared_experts",
-        shared_inner=config.moe_intermediate_size * config.n_shared_experts,
-    )
+    bias = "gate.e_score_correction_bias"
+    return _deepseek(config, **_groups(config), is_sigmoid=True, floor=1e-20, choice_bias=bias)
+
+
+def _deepseek_v2(config: Any) -> ExpertsPlan:
+    """Softmax whose scores are not divided by their sum; its layers read no `norm_topk_prob`."""
+    if config.topk_method not in ("greedy", "group_limited_greedy"):
+        raise UnknownLayerError(f"its router chooses experts by {config.topk_method!r}")
+    return _deepseek(config, **(_groups(config) if config.topk_method != "greedy" else {}), normalizes=False)
 
 
 def _ernie4_5(config: Any) -> ExpertsPlan:
@@ -95,6 +111,19 @@ def _lfm2(config: Any) -> ExpertsPlan:
     )
 
 
+def _gemma4(config: Any) -> ExpertsPlan:
+    """Routers and experts that read different norms of the same numbers."""
+    return _qwen3(
+        config,
+        block="experts",
+        used=config.top_k_experts,
+        activation=activation_named(config.hidden_activation),
+        router="router.proj",
+        router_scale="router.scale",
+        expert_scales="router.per_expert_scale",
+    )
+
+
 # by the type of the configuration
 MIXTURES: Mapping[str, Callable[[Any], ExpertsPlan]] = {
     "qwen2_moe": _qwen2,
@@ -103,10 +132,11 @@ MIXTURES: Mapping[str, Callable[[Any], ExpertsPlan]] = {
     "qwen3_5_moe_text": _qwen2,
     "olmoe": lambda config: _softmax(config, config.num_experts, config.intermediate_size),
     "mixtral": _mixtral,
-    "granitemoe": lambda config: _mixtral(config, block="block_sparse_moe", router="router"),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid"), _granite),
     "gpt_oss": _gpt_oss,
     "ernie4_5_moe": _ernie4_5,
-    "glm4_moe": _glm,
-    "glm4_moe_lite": _glm,
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), _glm),
+    "deepseek_v2": _deepseek_v2,
     "lfm2_moe": _lfm2,
+    "gemma4_text": _gemma4,
 }

@@ -38,6 +38,7 @@ PLANNED = {
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -120,7 +121,7 @@ class PlannedModel(nn.Module):
         return self.model.embed_tokens
 
     def get_output_embeddings(self) -> Any:
-        """The output layer."""
+        """The layer that gives the logits."""
         return self.lm_head
 
     def set_output_embeddings(self, head: nn.Module) -> None:
@@ -186,8 +187,8 @@ class PlannedNorm(nn.Module):
         self.eps, self._plan = plan.eps, plan
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size]."""
-        if self._plan.is_centred:
+        """Normalize x [..., size] over its last dimension."""
+        if self._plan.is_centered:
             return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (self._plan.offset + self.weight)
 

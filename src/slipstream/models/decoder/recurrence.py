@@ -24,7 +24,7 @@ from torch.nn.functional import silu, softplus
 
 from slipstream.errors import SlipstreamError
 
-EPSILON = 1e-6  # under the root of normalised queries and keys
+EPSILON = 1e-6  # under the root of normalized queries and keys
 RING = 64  # inputs kept at first
 PROMPT = 16  # a forward of about so many final tokens, or more, leaves a copy, since other texts may begin alike
 COPIES = 1 << 30  # largest number of bytes of all copies together
@@ -34,7 +34,7 @@ COPIES = 1 << 30  # largest number of bytes of all copies together
 class Heads:
     """The heads of a recurrence. queries, keys, values: the channels of the convolution at which they begin.
 
-    corrects: whether the delta rule's m is subtracted; normalised: whether queries and keys are scaled to length 1.
+    corrects: whether the delta rule's m is subtracted; normalized: whether queries and keys are scaled to length 1.
     rate, shift: [count], with a = exp(rate * softplus(gate + shift)). skip: [count], factors of the values that are
     added to the output; None if none are.
     """
@@ -47,7 +47,7 @@ class Heads:
     keys: int
     values: int
     corrects: bool
-    normalised: bool
+    normalized: bool
     rate: Tensor
     shift: Tensor
     skip: Tensor | None = None
@@ -211,8 +211,8 @@ def _take_in(
     mixed = silu(mixed.to(recurrence.dtype)).float()
     query, key = (_vectors(heads, mixed, first) for first in (heads.queries, heads.keys))
     value = mixed.narrow(0, heads.values, heads.count * heads.value_size).view(heads.count, -1)
-    if heads.normalised:
-        query, key = _normalised(query) * heads.key_size**-0.5, _normalised(key)
+    if heads.normalized:
+        query, key = _normalized(query) * heads.key_size**-0.5, _normalized(key)
     state = state * fade[:, None, None]
     correction = value - (key[:, None] @ state)[:, 0] if heads.corrects else value
     state = torch.baddbmm(state, key[:, :, None], (correction * take[:, None])[:, None])
@@ -230,12 +230,12 @@ def _gates(recurrence: Recurrence, heads: Heads, gates: Tensor) -> tuple[Tensor,
 
 
 def _vectors(heads: Heads, mixed: Tensor, first: int) -> Tensor:
-    """Queries or keys [heads, key size]; neighbouring heads share them."""
+    """Queries or keys [heads, key size]; neighboring heads share them."""
     vectors = mixed.narrow(0, first, heads.key_count * heads.key_size).view(heads.key_count, -1)
     return vectors.repeat_interleave(heads.count // heads.key_count, 0)
 
 
-def _normalised(vectors: Tensor) -> Tensor:
+def _normalized(vectors: Tensor) -> Tensor:
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPSILON)
 
 

@@ -20,7 +20,7 @@ class RotaryAngles(nn.Module):
         """parameters: by types of layers, as in a configuration's `rope_parameters`; size: of a head."""
         super().__init__()
         self.rope_type = {kind: str(settings["rope_type"]) for kind, settings in parameters.items()}
-        self._scaled = {kind: _frequencies(settings, size) for kind, settings in parameters.items()}
+        self._scaled = {kind: frequencies(settings, size) for kind, settings in parameters.items()}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
         """[B, W, rotated] of positions [B, W], in the type of x; the angles of a head's two halves are the same."""
@@ -30,19 +30,17 @@ class RotaryAngles(nn.Module):
         return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
 
-def _frequencies(settings: Mapping[str, Any], size: int) -> tuple[Tensor, float]:
+def frequencies(settings: Mapping[str, Any], size: int) -> tuple[Tensor, float]:
     """The angle per position of each pair of numbers [rotated / 2], and the factor of cosines and sines."""
     rotated = int(size * settings.get("partial_rotary_factor", 1.0))
     periods = settings["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float) / rotated)
     kind = settings["rope_type"]
     if kind == "yarn":
         return _yarn(settings, periods, rotated)
-    frequencies = 1.0 / periods
-    if kind == "linear":
-        frequencies /= settings["factor"]
-    elif kind == "llama3":
-        frequencies = _llama3(settings, frequencies)
-    return frequencies, 1.0
+    unscaled = 1.0 / periods
+    if kind == "llama3":
+        return _llama3(settings, unscaled), 1.0
+    return unscaled / (settings["factor"] if kind == "linear" else 1.0), 1.0
 
 
 def _llama3(settings: Mapping[str, Any], frequencies: Tensor) -> Tensor:

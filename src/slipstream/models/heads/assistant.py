@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.packed_linear import pack, unsupported
-from slipstream.models.cpu.quantised_linear import BITS, num_weights
+from slipstream.models.cpu.quantized_linear import BITS, num_weights
 from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.head_files import HeadFiles, check_size
 from slipstream.models.heads.head_tensors import converter, refuse_draft_dtype
@@ -164,9 +164,9 @@ def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> As
         )
     dtype, device = backend.model.dtype, backend.device
     if files.model is not None:
-        if options.quantise in BITS or options.draft_type is not None:
+        if options.quantize in BITS or options.draft_type is not None:
             raise UsageError(
-                f"draft_dtype={options.draft_type or options.quantise!r}, but the draft {files.source!r} is loaded "
+                f"draft_dtype={options.draft_type or options.quantize!r}, but the draft {files.source!r} is loaded "
                 "already; allowed: 'auto'"
             )
         model, sources = files.model.eval(), _sources(files.model.config, files, target)
@@ -181,7 +181,7 @@ def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> As
     model = reader.model(dtype).to(device)
     reason = unsupported(model)
     refuse_draft_dtype(files.source, options, device, dtype, reason)
-    if reason is None and (options.fast is not False or options.quantise in BITS):
+    if reason is None and (options.fast is not False or options.quantize in BITS):
         convert = converter(num_weights(model), model.dtype, options)
         pack(model, convert, [] if model.masked_embedding is None else [model.lm_head])  # some rows of it are read
     return AssistantBackend(model, target, sources)

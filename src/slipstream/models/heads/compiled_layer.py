@@ -31,10 +31,11 @@ class CompiledLayer:
         self._products, self._norms = products, list[Tensor]()  # the structs have addresses only
         head_norms = [None] * 2 if weights.head_norms is None else [weights.head_norms[i, 0] for i in (0, -1)]
         queries, keys = (self._norm(norm, rounds_first=1) for norm in head_norms)
-        norms = NO_NORM, queries, keys, NO_NORM, self._norm(weights.middle_norm), NO_NORM
         self._layer = LayerStruct(
             *(product.weights for product in products),
-            *norms,
+            queries=queries,
+            keys=keys,
+            before_feed_forward=self._norm(weights.middle_norm),
             hidden=config.hidden_size,
             inner=config.intermediate_size,
             heads=config.num_heads,
@@ -44,12 +45,13 @@ class CompiledLayer:
             slope=SILU[0],
             cubic=SILU[1],
             residual=1.0,
+            scale=1.0,
             is_gated=True,
         )
         self._size, self._scaling = config.head_dim, config.head_dim**-0.5
         self._library = library
 
-    def _norm(self, weight: Tensor | None, rounds_first: int = 0) -> NormStruct:
+    def _norm(self, weight: Tensor | None, rounds_first: int = 0) -> ctypes.Structure:
         if weight is None:
             return NO_NORM
         self._norms.append(weight.float().contiguous())

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, pad, silu
 
+from slipstream.models.decoder.cache import enlarged
 from slipstream.models.heads.features import FeatureReader
-from slipstream.models.heads.head_backend import UNIT, enlarged
+from slipstream.models.heads.head_backend import UNIT
 from slipstream.models.heads.network import HeadConfig, HeadLayers, Linear, all_scores, grouped_attention
 
 
@@ -113,7 +114,7 @@ class LocalMix:
     """Mixes each row with the rows before it; DFlash 2 does so before and after a layer's attention and its MLP.
 
     base: [2, taps, H] the shares of a row and of those before it, for before and after. project: from a row to what it
-    adds to these shares, [2 * taps * groups]: one number for each group of neighbouring columns.
+    adds to these shares, [2 * taps * groups]: one number for each group of neighboring columns.
     """
 
     base: Tensor

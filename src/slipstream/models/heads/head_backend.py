@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.core.session import Session
 from slipstream.core.types import Row
+from slipstream.models.decoder.cache import enlarged
 from slipstream.models.heads.features import FeatureReader
 from slipstream.models.heads.network import HeadNetwork, Network, grouped_attention
 
@@ -176,10 +177,3 @@ class HeadSession(Session):
         for slot, (state, count) in enumerate(zip(self.slot_states, backend.num_right, strict=False)):
             if state.base > count and backend.num_read(slot) >= count:  # the text was read before the target read it
                 state.base = state.written = count
-
-
-def enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
-    """A head's cache [slots, heads, positions, size] with more room."""
-    larger = cached.new_zeros(slots, cached.shape[1], positions, cached.shape[3])
-    larger[: cached.shape[0], :, : cached.shape[2]] = cached
-    return larger

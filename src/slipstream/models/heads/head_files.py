@@ -20,17 +20,19 @@ from torch import Tensor
 
 from slipstream.checks import UNREADABLE, is_number, is_whole
 from slipstream.errors import UsageError, one_line
+from slipstream.models.decoder.rotary import frequencies
 from slipstream.models.heads.head_kinds import (
     ASSISTANT,
     EAGLE3,
     PARD,
     kind_of,
     label_of,
-    labelled,
+    labeled,
     own_name,
 )
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
+from slipstream.models.weights.named_models import hub_name
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 
@@ -76,7 +78,6 @@ KNOWN_SWITCHES = frozenset(
 WINDOWED = "sliding_attention"
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # of rotary positions; others depend on the length of a text
 MROPE = "mrope"  # of texts and images; the positions of a text alone are rotated as by default
-ROPE_SETTINGS = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta")
 
 
 def embedded_head() -> Path:
@@ -118,7 +119,7 @@ class HeadFiles:
     def trained_for(self, target: str) -> str | None:
         """The hub id of the model that the head was trained for, if `target` is the hub id of another model.
 
-        If one name begins with the other, both are of the same model: one may be quantised, for example.
+        If one name begins with the other, both are of the same model: one may be quantized, for example.
         """
         verifier = self.settings.get("speculators_config", {}).get("verifier")
         named = str(verifier.get("name_or_path")) if isinstance(verifier, dict) else ""
@@ -130,7 +131,7 @@ class HeadFiles:
 
 def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     """The files of a head that the user has named, or an assistant; None if this is something else."""
-    if labelled(type(source).__name__) == ASSISTANT:
+    if labeled(type(source).__name__) == ASSISTANT:
         named = source.config.name_or_path or type(source).__name__
         return HeadFiles(named, "", source.config.to_dict(), ASSISTANT, source, options)
     files = _config_files(source, options)
@@ -162,7 +163,8 @@ def _config_files(source: Any, options: LoadOptions) -> HeadFiles | None:
     name = str(source)
     folder = name if isdir(name) else str(embedded_head()) if name == EMBEDDED_NAME else None
     if folder is None:
-        if not HUB_ID.fullmatch(name) or is_gguf(name):  # the path of a file may look like a hub id
+        # the path of a file may look like a hub id, and a GGUF file on the hub is no head
+        if not HUB_ID.fullmatch(name) or is_gguf(name) or hub_name(name) is not None:
             return None
         folder = resolve(name, options.files)
     file = file_of(folder, "config.json", options.files)
@@ -280,13 +282,14 @@ def check_size(files: HeadFiles, target: Loaded, name: str, size: int, expected:
 def layer_settings(files: HeadFiles, target: Loaded) -> dict[str, Any]:
     """The fields of a `HeadConfig` that are read alike for all kinds of head."""
     layer, heads = files.layer, files.layer["num_attention_heads"]
-    inverse_frequencies, rotation_scale = scaled_frequencies(files.source, layer)
+    size = layer.get("head_dim") or layer["hidden_size"] // heads
+    inverse_frequencies, rotation_scale = scaled_frequencies(files.source, layer, size)
     return {
         "hidden_size": layer["hidden_size"],
         "intermediate_size": layer["intermediate_size"],
         "num_heads": heads,
         "num_key_heads": layer.get("num_key_value_heads") or heads,
-        "head_dim": layer.get("head_dim") or layer["hidden_size"] // heads,
+        "head_dim": size,
         "vocab_size": target.backend.vocab_size,
         "eps": layer.get("rms_norm_eps", 1e-6),
         "rope_theta": rope_theta(layer),
@@ -307,11 +310,11 @@ def rope_theta(layer: Mapping[str, Any]) -> float:
     return theta
 
 
-def scaled_frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor | None, float]:
+def scaled_frequencies(source: str, layer: Mapping[str, Any], size: int) -> tuple[Tensor | None, float]:
     """[D / 2] inverse frequencies, None without scaling, and the factor of cosines and sines.
 
-    layer: settings of a head's decoder layer. Raises `UsageError` for kinds of scaling that are not computed, and for
-    settings that are missing.
+    layer: settings of a head's decoder layer; size: numbers in a head of its attention. Raises `UsageError` for kinds
+    of scaling that are not computed, and for settings that are missing.
     """
     rope = rope_settings(layer)
     parameters = {name: value for name, value in rope.items() if name != "type"}
@@ -322,18 +325,11 @@ def scaled_frequencies(source: str, layer: Mapping[str, Any]) -> tuple[Tensor | 
         raise UsageError(f"draft head {source!r} has rope_type={kind!r}; allowed: {allowed}")
     if kind == "default":
         return None, 1.0
-    from transformers import LlamaConfig  # takes seconds
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    from slipstream.models.weights.transformers_reader import quietly
-
     parameters["rope_theta"] = rope_theta(layer)
-    settings = {name: layer[name] for name in ROPE_SETTINGS if layer.get(name) is not None}
+    parameters.setdefault("original_max_position_embeddings", layer.get("max_position_embeddings"))
     try:
-        with quietly():
-            rotary = LlamaRotaryEmbedding(LlamaConfig(**settings, rope_parameters=parameters))
-    except Exception as error:  # transformers' checks of settings raise errors of their own
+        return frequencies(parameters, size)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise UsageError(
             f"draft head {source!r} has rope_type={kind!r} without what it needs: {one_line(error)}"
         ) from error
-    return rotary.inv_freq, rotary.attention_scaling

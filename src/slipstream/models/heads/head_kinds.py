@@ -73,11 +73,11 @@ def label_of(settings: Mapping[str, Any]) -> str | None:
         return projector
     architectures = settings.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    labels = [label for name in names if isinstance(name, str) and (label := labelled(name))]
+    labels = [label for name in names if isinstance(name, str) and (label := labeled(name))]
     return next(iter(labels), next((kind for key, kind in UNNAMED.items() if key in settings), None))
 
 
-def labelled(architecture: str) -> str | None:
+def labeled(architecture: str) -> str | None:
     """The kind of an architecture's name."""
     return next((kind for pattern, kind in LABELS.items() if re.search(pattern, architecture)), None)
 

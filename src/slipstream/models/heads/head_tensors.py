@@ -19,11 +19,12 @@ from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import compressed_or_packed
-from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, quantised
+from slipstream.models.cpu.quantized_linear import BITS, SMALLEST, quantized
 from slipstream.models.heads.head_files import WEIGHTS, HeadFiles, weights_file
 from slipstream.models.heads.head_kinds import FEATURES, MASK_FEATURE, own_name
 from slipstream.models.heads.network import HeadConfig, Linear
 from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.weights.safetensors_files import dtype_name
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 # ends of names: of the scales of weights in 8 bits, and of those of activations, keys and values, which are not rounded
@@ -50,7 +51,7 @@ def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: in
     if offsets.dim() != 1 or not len(offsets):
         raise SlipstreamError(f"draft head {source!r}: d2t is {list(offsets.shape)}; allowed: [draft tokens]")
     if offsets.dtype not in (torch.int32, torch.int64):
-        type_name = _type_name(offsets.dtype)
+        type_name = dtype_name(offsets.dtype)
         raise SlipstreamError(f"draft head {source!r}: d2t is of type {type_name}; allowed: int32, int64")
     ids = offsets.long() + torch.arange(len(offsets))
     if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
@@ -109,8 +110,8 @@ def _unrounded(source: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
     is_alike = tensor.dim() == 2 and tensor.dtype.itemsize == 1 and scale.dtype in TYPES
     if not is_alike or scale.numel() not in (1, len(tensor)):
         raise SlipstreamError(
-            f"draft head {source!r}: tensor {name!r} of {_type_name(tensor.dtype)} {list(tensor.shape)} has scales of "
-            f"{_type_name(scale.dtype)} {list(scale.shape)}; allowed: 8-bit weights with one scale, or one per output"
+            f"draft head {source!r}: tensor {name!r} of {dtype_name(tensor.dtype)} {list(tensor.shape)} has scales of "
+            f"{dtype_name(scale.dtype)} {list(scale.shape)}; allowed: 8-bit weights with one scale, or one per output"
         )
     return (tensor.float() * scale.float().reshape(-1, 1)).to(torch.bfloat16)
 
@@ -124,8 +125,8 @@ def output_layer(read: TensorReader, config: HeadConfig, target: Loaded) -> Line
     token_ids = None if config.token_ids is None else config.token_ids.to(read.device)
 
     def scores(outputs: Tensor) -> Tensor:
-        every: Tensor = output(outputs.to(dtype))
-        return every if token_ids is None else every[..., token_ids]
+        logits: Tensor = output(outputs.to(dtype))
+        return logits if token_ids is None else logits[..., token_ids]
 
     return scores
 
@@ -175,12 +176,8 @@ class TensorReader:
 def check_type(source: str, name: str, tensor: Tensor) -> None:
     """Raise `SlipstreamError` for a tensor of another type than weights have."""
     if tensor.dtype not in TYPES:
-        type_name, allowed = _type_name(tensor.dtype), ", ".join(map(_type_name, TYPES))
+        type_name, allowed = dtype_name(tensor.dtype), ", ".join(map(dtype_name, TYPES))
         raise SlipstreamError(f"draft head {source!r}: tensor {name!r} is of type {type_name}; allowed: {allowed}")
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def converter(num_weights: int, dtype: torch.dtype, options: LoadOptions) -> Callable[[nn.Linear], nn.Module]:
@@ -190,9 +187,9 @@ def converter(num_weights: int, dtype: torch.dtype, options: LoadOptions) -> Cal
     caches, so a draft costs reading all its bytes.
     """
     is_faster = dtype == torch.bfloat16 and num_weights >= SMALLEST
-    if options.quantise not in BITS and (options.draft_type or options.fast is False or not is_faster):
+    if options.quantize not in BITS and (options.draft_type or options.fast is False or not is_faster):
         return compressed_or_packed
-    return partial(quantised, bits=options.quantise if options.quantise in BITS else "int4", memory=HugePages())
+    return partial(quantized, bits=options.quantize if options.quantize in BITS else "int4", memory=HugePages())
 
 
 def refuse_draft_dtype(
@@ -200,20 +197,20 @@ def refuse_draft_dtype(
 ) -> None:
     """Raise `UsageError` for a precision that a head cannot have.
 
-    dtype: the target's, for heads that have no other. reason: why layers cannot be quantised, if that is known.
+    dtype: the target's, for heads that have no other. reason: why layers cannot be quantized, if that is known.
     """
-    if options.quantise in BITS:
+    if options.quantize in BITS:
         reason = f"it is on {device}" if device.type != "cpu" else reason
         reason = "Slipstream's own kernels are not available" if reason is None and kernels() is None else reason
         if reason is not None:
             raise UsageError(
-                f"draft_dtype={options.quantise!r}, but draft head {source!r} cannot be quantised: {reason}; allowed: "
+                f"draft_dtype={options.quantize!r}, but draft head {source!r} cannot be quantized: {reason}; allowed: "
                 "'auto', or a type such as 'bfloat16'"
             )
-    if dtype is not None and options.draft_type not in (None, _type_name(dtype)):
+    if dtype is not None and options.draft_type not in (None, dtype_name(dtype)):
         raise UsageError(
             f"draft_dtype={options.draft_type!r}, but draft head {source!r} has its target's type; allowed: "
-            f"{_type_name(dtype)!r}, 'auto', 'int4', 'int8'"
+            f"{dtype_name(dtype)!r}, 'auto', 'int4', 'int8'"
         )
 
 

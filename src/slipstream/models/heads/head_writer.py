@@ -2,7 +2,7 @@
 
 A head has three features and no norms around `fc`, as in the paper: other forms need flags that not every reader knows.
 It has no embedding, which may be larger than all its other tensors: readers take the target's. `speculators` 0.9.0 does
-so only if its embedding is NaN, but leaves it uninitialised: fill it with NaN, then call `load_verifier_weights`.
+so only if its embedding is NaN, but leaves it uninitialized: fill it with NaN, then call `load_verifier_weights`.
 """
 
 from __future__ import annotations

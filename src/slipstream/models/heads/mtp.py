@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.backend_capabilities import HiddenStates
 from slipstream.models.cpu.packed_linear import pack, unsupported
-from slipstream.models.cpu.quantised_linear import BITS, convert_experts
+from slipstream.models.cpu.quantized_linear import BITS, convert_experts
 from slipstream.models.decoder.attention import STATEFUL, MaskBuilder
 from slipstream.models.decoder.cache import KEYS_AND_VALUES, SlotLayer
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
@@ -194,9 +194,9 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
         raise UsageError(
             f"draft={MTP!r}, but the files of {named!r} have no MTP layers; allowed: a draft model or none"
         )
-    if quantised := [name for layer in layer_tensors for name in layer.quantised]:
+    if quantized := [name for layer in layer_tensors for name in layer.quantized]:
         raise UsageError(
-            f"draft={MTP!r}: the MTP layers of {files.source!r} are quantised, tensor {quantised[0]!r}; allowed: "
+            f"draft={MTP!r}: the MTP layers of {files.source!r} are quantized, tensor {quantized[0]!r}; allowed: "
             "MTP layers in floating point, or another draft model"
         )
     decoder = model.get_decoder()
@@ -248,7 +248,7 @@ class _Reader:
         hidden_first = names.parts["project"].endswith(HIDDEN_FIRST) and not self.token_first
         reason, options = unsupported(decoder), self.options
         refuse_draft_dtype(MTP, options, self.device, self.dtype, reason)
-        if reason is None and (options.fast is not False or options.quantise in BITS):
+        if reason is None and (options.fast is not False or options.quantize in BITS):
             products = (weight for weight in decoder.parameters() if weight.dim() > 1)
             convert = converter(sum(weight.numel() for weight in products), decoder.dtype, options)
             convert_experts(decoder, convert)
@@ -318,5 +318,5 @@ def _one_layer(config: Any, number: int, is_sparse: bool) -> Any:
         if getattr(layer_config, name, None) is not None:
             setattr(layer_config, name, value)
     layer_config.num_hidden_layers, layer_config.vocab_size = 1, 1
-    vars(layer_config).pop("quantization_config", None)  # of the target's own layers: these are read unquantised
+    vars(layer_config).pop("quantization_config", None)  # of the target's own layers: these are read unquantized
     return layer_config

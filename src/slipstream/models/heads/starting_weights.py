@@ -1,7 +1,7 @@
 """A new draft head for a target: its sizes, and weights that begin with those of the target's last layer.
 
 Weights are read through the modules that compute with them, by products with unit vectors. So it does not matter
-whether they are packed, fused or quantised.
+whether they are packed, fused or quantized.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.core.interfaces import Experts
 from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
+from slipstream.core.types import PromptImages
 from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.cpu.block_experts import ModelExperts, store_of
@@ -32,7 +33,7 @@ class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
-    `Checkpoints`, `LongTexts`, `ShapeIndependent`, `HiddenStates`, `MixtureOfExperts`.
+    `Checkpoints`, `LongTexts`, `SeesImages`, `ShapeIndependent`, `HiddenStates`, `MixtureOfExperts`.
 
     ragged: whether the model's layers take ragged forwards. shape_independent: whether kernels compute each token as if
     it were alone. `fuse_layers` sets both. stack: computes all layers in one call, where it can. position_offsets:
@@ -65,6 +66,7 @@ class HFBackend:
         self.longest_short = rotate_by_length(model)
         self.reads_anew = self.longest_short is not None and drops_cache(model, self.longest_short)
         self._long_slots = set[int]()
+        self._images = dict[int, PromptImages]()  # by slot
         self._key_positions = torch.arange(0, device=self.device)
 
     @property
@@ -95,10 +97,7 @@ class HFBackend:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         """One forward of the model over tokens [B, W]; see `Backend.forward`."""
-        keep: int | Tensor = 0 if logits else 1
-        if keep and self._shares_keys and self.cache.hidden:
-            keep = torch.tensor([tokens.shape[1] - 1], device=self.device)  # given 1, it would compute no others
-        out = self._forward_rows(tokens, starts, first_slot, keep)
+        out = self._forward_rows(tokens, starts, first_slot, 0 if logits else None)
         return out.to(self.device) if logits else out.new_empty(0)
 
     @torch.inference_mode()
@@ -130,8 +129,7 @@ class HFBackend:
         """A ragged forward of all chains, or one that pads them to a rectangle."""
         tree = tree_rows(segments, len(tokens), self.device)
         if self.ragged:
-            rows = [RowSegment(segment.slot, segment.start, segment.count) for segment in segments]
-            return self._run_side_by_side(tokens, rows, widths, 0, tree)
+            return self._run_side_by_side(tokens, segments, widths, 0, tree)
         width = max(segment.count for segment in segments)
         starts = torch.tensor([segment.start for segment in segments], device=self.device)
         positions = starts[:, None] + torch.arange(width, device=self.device)
@@ -139,8 +137,8 @@ class HFBackend:
         table = tokens.new_zeros(len(segments), width)
         table[tree.cells] = tokens
         masks = partial(self.masks.build, positions, self.key_positions()[:attended])
-        is_long = self._is_long([segment.slot for segment in segments])
-        return self._run(table, positions, masks, 0, is_long).to(self.device)[tree.cells]
+        slots = self._slots([segment.slot for segment in segments])
+        return self._run(table, positions, masks, 0, slots).to(self.device)[tree.cells]
 
     @torch.inference_mode()
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
@@ -192,7 +190,7 @@ class HFBackend:
                 if i < self.num_layers:
                     decoder[i].register_forward_pre_hook(partial(_keep, self.cache, i), with_kwargs=True)
                 else:
-                    decoder[-1].register_forward_hook(partial(_keep_last, self.cache, i), with_kwargs=True)
+                    decoder[-1].register_forward_hook(partial(_keep, self.cache, i), with_kwargs=True)
 
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
         return self.cache.hidden_states(layers, slot, start, stop)
@@ -208,29 +206,39 @@ class HFBackend:
     def read_as(self, slot: int, *, is_long: bool) -> None:
         (self._long_slots.add if is_long else self._long_slots.discard)(slot)
 
+    def show(self, slot: int, images: PromptImages | None) -> None:
+        if images is None:
+            self._images.pop(slot, None)
+        else:
+            self._images[slot] = images
+
     def key_positions(self) -> Tensor:
         """The positions [P] of all keys in the cache, computed again when it has grown."""
         if len(self._key_positions) != self.cache.shape[1]:
             self._key_positions = torch.arange(self.cache.shape[1], device=self.device)
         return self._key_positions
 
-    def _forward_rows(self, tokens: Tensor, starts: list[int], first_slot: int, keep: int | Tensor) -> Tensor:
+    def _forward_rows(self, tokens: Tensor, starts: list[int], first_slot: int, keep: int | Tensor | None) -> Tensor:
         keys = self.key_positions()
         positions = torch.tensor(starts, device=self.device)[:, None] + keys[: tokens.shape[1]]
-        attended, states = self.cache.place(first_slot, starts, positions), self.cache.states
-        is_long = self._is_long(range(first_slot, first_slot + len(starts)))
+        shown = self._images.get(first_slot) if len(starts) == 1 else None
+        block = None if shown is None else next((block for block in shown.blocks if block[0] == starts[0]), None)
+        attended = self.cache.place(first_slot, starts, positions, sees_ahead=block is not None)
+        states = self.cache.states
+        slots = self._slots(range(first_slot, first_slot + len(starts)))
         if states is None:
-            return self._run(tokens, positions, partial(self.masks.build, positions, keys[:attended]), keep, is_long)
+            own_masks = partial(self.masks.build, positions, keys[:attended], block=block)
+            return self._run(tokens, positions, own_masks, keep, slots)
         states.begin(first_slot, starts, tokens.shape[1])
         masks = partial(self.masks.build_hybrid, positions, keys[:attended])
-        logits = self._run(tokens, positions, masks, keep, is_long)
+        logits = self._run(tokens, positions, masks, keep, slots)
         states.end()
         return logits
 
     def _run_side_by_side(
         self,
         tokens: Tensor,
-        segments: Sequence[RowSegment],
+        segments: Sequence[RowSegment | TreeSegment],
         widths: Sequence[int] | None,
         keep: int | Tensor,
         tree: TreeRows | None = None,
@@ -239,50 +247,84 @@ class HFBackend:
         layout = lay_out(segments, len(tokens), widths)
         attended = self.cache.place_ragged(layout) if tree is None else self.cache.place_tree(tree, layout.end, layout)
         masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
-        is_long = self._each_is_long(segments, len(tokens))
-        return self._run(tokens[None], layout.positions[None], masks, keep, is_long)[0]
+        each = [segment.slot for segment in segments for _ in range(segment.count)]
+        slots = self._slots(each + each[-1:] * (len(tokens) - len(each)))  # padding belongs to the last segment
+        return self._run(tokens[None], layout.positions[None], masks, keep, None if slots is None else slots.T)[0]
 
-    def _is_long(self, slots: Sequence[int]) -> Tensor | None:
-        """[len(slots), 1] whether these slots' texts are long; None if the model does not distinguish."""
-        if self.longest_short is None:
+    def _slots(self, slots: Sequence[int]) -> Tensor | None:
+        """[len(slots), 1] these slots; None if their texts are all read alike."""
+        if self.longest_short is None and self._images.keys().isdisjoint(slots):
             return None
-        return torch.tensor([slot in self._long_slots for slot in slots], device=self.device)[:, None]
-
-    def _each_is_long(self, segments: Sequence[RowSegment], count: int) -> Tensor | None:
-        """[1, count] the same for each token of a ragged forward; padding belongs to the last segment."""
-        if self.longest_short is None:
-            return None
-        slots = [segment.slot for segment in segments for _ in range(segment.count)]
-        is_long = self._is_long(slots + slots[-1:] * (count - len(slots)))
-        return None if is_long is None else is_long.T
+        return torch.tensor(list(slots), device=self.device)[:, None]
 
     def _run(
         self,
         tokens: Tensor,
         positions: Tensor,
         masks: Callable[[], Masks],
-        keep: int | Tensor,
-        is_long: Tensor | None,
+        keep: int | Tensor | None,
+        slots: Tensor | None,
     ) -> Tensor:
+        """slots: of each row [B, 1] or each token [1, W]; None if their texts are all read alike."""
         if self.position_offsets is not None:
             positions = positions + self.position_offsets
+        hidden = is_long = None
+        if slots is not None and self.longest_short is not None:
+            is_long = torch.isin(slots, torch.tensor([*self._long_slots], dtype=torch.int64, device=self.device))
+        if slots is not None and self._images:
+            hidden, positions = self._with_images(tokens, positions, slots)
         # padding may reach beyond the context's end, where learned positions have no row
         positions = positions.clamp(max=self.max_length - 1)
         with texts_are_long(is_long):
-            logits = self._compute(tokens, positions, masks, keep)
+            logits = self._compute(tokens, positions, masks, keep, hidden)
         if self._store is not None:
             self._store.check()
         return logits
 
-    def _compute(self, tokens: Tensor, positions: Tensor, masks: Callable[[], Masks], keep: int | Tensor) -> Tensor:
+    def _with_images(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What enters the first layer [B, W, H], images included, and rotary positions [B, W] or [3, B, W]."""
+        hidden = self.model.get_input_embeddings()(tokens)
+        rotary = positions
+        for slot in set(slots.flatten().tolist()) & self._images.keys():
+            images, is_here = self._images[slot], (slots == slot).expand_as(tokens)
+            index = torch.searchsorted(images.places, positions).clamp(max=len(images.places) - 1)
+            is_image = is_here & (images.places[index] == positions)
+            hidden[is_image] = images.features[index[is_image]].to(hidden.dtype)
+            if images.rotations is not None:
+                length = images.rotations.shape[1]
+                after = positions - length + images.rotations.max() + 1
+                within = images.rotations[:, positions.clamp(max=length - 1)]
+                rotary = torch.where(is_here, torch.where(positions < length, within, after), rotary)
+        return hidden, rotary
+
+    def _compute(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        masks: Callable[[], Masks],
+        keep: int | Tensor | None,
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """keep: the columns whose logits are returned: indices, 0 for all, None for any, as nobody reads them.
+
+        hidden: what enters the first layer, if it is not the tokens' embeddings.
+        """
         # the stack's table of rotations ends where the cache does, so it cannot take offsets
-        stack = self.stack if self.position_offsets is None else None
-        if stack is not None and (stack_logits := stack.logits(tokens, positions, self.cache, keep)) is not None:
-            return stack_logits
+        stack = self.stack if self.position_offsets is None and not self.cache.sees_ahead else None
+        if stack is not None:
+            stack_logits = stack.logits(tokens, positions, self.cache, keep, hidden)
+            if stack_logits is not None:
+                return stack_logits
+        if keep is None:
+            keep = 1
+            if self._shares_keys and (self.cache.hidden or self.device.type == "cpu"):
+                # given 1, its last layers would compute no other tokens: not what is kept, and not what kernels take
+                keep = torch.tensor([tokens.shape[1] - 1], device=self.device)
         inputs: dict[str, Any] = {self.cache_name: self.cache}
         if self._takes_positions:
             inputs["position_ids"] = positions
-        out = self.model(input_ids=tokens, attention_mask=masks(), use_cache=True, logits_to_keep=keep, **inputs)
+        inputs |= {"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}
+        out = self.model(attention_mask=masks(), use_cache=True, logits_to_keep=keep, **inputs)
         logits: Tensor = out.logits
         return logits
 
@@ -296,16 +338,14 @@ def _new_cache(model: Any, num_layers: int) -> SlotCache:
 
 
 def _keep(
-    cache: SlotCache, layer_idx: int, layer: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+    cache: SlotCache,
+    index: int,
+    layer: torch.nn.Module,
+    inputs: tuple[Any, ...],
+    options: dict[str, Any],
+    out: Tensor | tuple[Any, ...] | None = None,
 ) -> None:
-    """A hook before a decoder layer: keep what enters it, in forwards over this cache."""
+    """A hook of a decoder layer: keep what enters it, or else what leaves it, in forwards over this cache."""
     if given_cache(options) is cache:
-        cache.keep_hidden(layer_idx, inputs[0] if inputs else options["hidden_states"])
-
-
-def _keep_last(
-    cache: SlotCache, index: int, layer: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], out: Any
-) -> None:
-    """A hook after the last decoder layer: keep what leaves it."""
-    if given_cache(options) is cache:
-        cache.keep_hidden(index, out[0] if isinstance(out, tuple) else out)
+        kept = (inputs[0] if inputs else options["hidden_states"]) if out is None else out
+        cache.keep_hidden(index, kept[0] if isinstance(kept, tuple) else kept)

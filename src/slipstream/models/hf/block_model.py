@@ -1,4 +1,4 @@
-"""Models that compute with blocks, built from what holds their tensors: a GGUF file or a quantised checkpoint.
+"""Models that compute with blocks, built from what holds their tensors: a GGUF file or a quantized checkpoint.
 
 The model is transformers' own, in float32. Its linear layers and its embedding are replaced by those of the kernels;
 norms and biases are the file's numbers.
@@ -15,31 +15,30 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.block_experts import ExpertArithmetic, ExpertSizes, ExpertStacks, replace_experts
+from slipstream.models.cpu.block_experts import ExpertArithmetic, ExpertTensors, replace_experts
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, BlockPart, Table
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.kernel_libraries import block_kernels, with_remedy
+from slipstream.models.cpu.latent_heads import LatentStacks, replace_latent
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.processor import NoKernelsError
 from slipstream.models.decoder.fused_linear import Calls, fuse, linear_calls
+from slipstream.models.decoder.plan import LatentPlan
 from slipstream.models.weights.model_files import NO_OPTIONS
 from slipstream.models.weights.transformers_reader import from_config, quietly, reader_errors
 
 
-class TensorSource(Protocol):
+class TensorSource(ExpertTensors, Protocol):
     """What holds a model's tensors, by the names of its parameters."""
 
-    def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        """A parameter [shape] in float32."""
-
-    def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
-        """A matrix [shape] for the kernels."""
+    def parts(self, parameter: str, shape: tuple[int, int], library: Any) -> list[BlockPart]:
+        """A matrix [shape] for the kernels, in parts whose outputs follow each other."""
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
         """A matrix [shape] of which single rows are needed, and which multiplies nothing."""
 
-    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
-        """The matrices of the experts of the block with this name."""
+    def latent(self, parameter: str, plan: LatentPlan, library: Any) -> LatentStacks:
+        """The matrices of the heads of a parameter [plan.shape]."""
 
 
 def check_kernels() -> None:
@@ -72,7 +71,7 @@ def empty_model(
         if empty:
             model._init_weights(module)
     if unknown := [name for name, buffer in model.named_buffers() if not bool(torch.isfinite(buffer).all())]:
-        raise NotInBlocksError(f"{type(model).__name__} does not initialise its buffer {unknown[0]}")
+        raise NotInBlocksError(f"{type(model).__name__} does not initialize its buffer {unknown[0]}")
     return model
 
 
@@ -84,6 +83,7 @@ def fill(model: Any, tensors: TensorSource, activations: str, calls: Calls | Non
     Raises `NotInBlocksError` where the weights must be unpacked, and `SlipstreamError` where the file is damaged.
     """
     replace_experts(model, lambda _block, _name: tensors, ExpertArithmetic(activations, block_kernels()))
+    replace_latent(model, lambda name, _, plan: tensors.latent(f"{name}.weight", plan, block_kernels()), activations)
     builder = _Builder(tensors, model, activations, block_kernels())
     builder.fill_others()
     builder.replace_embeddings()
@@ -99,7 +99,7 @@ class _Builder:
     def __init__(self, tensors: TensorSource, model: Any, activations: str, library: Any) -> None:
         self._tensors, self._model, self._activations, self._library = tensors, model, activations, library
         self._names = {module: name for name, module in model.named_modules()}
-        self._parts: dict[str, BlockPart] = {}
+        self._parts: dict[str, list[BlockPart]] = {}
 
     def fill_others(self) -> None:
         """Fill norms, saved buffers, and whatever else is neither a linear layer nor an embedding."""
@@ -122,7 +122,7 @@ class _Builder:
             if len(signature(module.forward).parameters) != 1:
                 raise NotInBlocksError(f"{name} is an embedding that is looked up by more than the numbers of its rows")
             if module is tokens and self._model.config.tie_word_embeddings:
-                table: Table = self._part(name, tokens)
+                table: Table = self._parts_of(name, tokens)[0]
             else:
                 table = self._tensors.table(f"{name}.weight", (rows, columns), self._library)
             self._model.set_submodule(name, BlockEmbedding(table, module))
@@ -149,20 +149,18 @@ class _Builder:
                 del linear.forward
 
     def _linear(self, linears: list[nn.Linear]) -> nn.Module:
-        parts = [self._part(self._names[linear], linear) for linear in linears]
-        biases = [self._bias(linear) for linear in linears if linear.bias is not None]
+        parts = [part for linear in linears for part in self._parts_of(self._names[linear], linear)]
+        biased = [linear for linear in linears if linear.bias is not None]
+        biases = [self._tensors.values(f"{self._names[each]}.bias", (each.out_features,)) for each in biased]
         return BlockLinear(parts, torch.cat(biases) if biases else None, self._activations)
 
-    def _bias(self, linear: nn.Linear) -> Tensor:
-        return self._tensors.values(f"{self._names[linear]}.bias", (linear.out_features,))
-
-    def _part(self, name: str, module: nn.Linear | nn.Embedding) -> BlockPart:
+    def _parts_of(self, name: str, module: nn.Linear | nn.Embedding) -> list[BlockPart]:
         """The matrix of a layer; the embedding and a tied output layer share one."""
         tied = module is self._model.get_output_embeddings() and self._model.config.tie_word_embeddings
         source = next(iter(self._parts)) if tied else name  # the embedding's, which was made first
         if source not in self._parts:
             rows, columns = module.weight.shape
-            self._parts[source] = self._tensors.part(f"{source}.weight", (rows, columns), self._library)
+            self._parts[source] = self._tensors.parts(f"{source}.weight", (rows, columns), self._library)
         return self._parts[source]
 
 

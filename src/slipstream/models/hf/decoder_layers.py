@@ -27,7 +27,7 @@ DIGEST_ROWS = 64  # rows of the embedding that enter a model's digest
 def digest(model: Any) -> str:
     """A digest of a model's weights: the embedding's first rows and the norms, which packing and fusing leave alone.
 
-    Of quantised weights also the first outputs of each layer: the same model may have been quantised in many ways.
+    Of quantized weights also the first outputs of each layer: the same model may have been quantized in many ways.
     """
     norms = [p for name, p in model.named_parameters() if p.dim() == 1 and name.endswith("weight")]
     digested = hashlib.sha256(f"{model.config.get_text_config().num_hidden_layers} layers".encode())

@@ -16,8 +16,8 @@ from slipstream.models.cpu.compiled_layers import LayerStack, compiled_ops
 from slipstream.models.cpu.packed_linear import KernelLinear, PackedLinear
 from slipstream.models.decoder.around_layers import check_nothing_between
 from slipstream.models.decoder.attention import GROUPED, UngroupableError, group_mask, repeats_of
-from slipstream.models.decoder.families import FAMILIES, plan_of
-from slipstream.models.decoder.fused_layer import FusedLayer, fused_layers
+from slipstream.models.decoder.families import FAMILIES, plan_of_model
+from slipstream.models.decoder.fused_layer import FusedLayer, decoder_module, fused_layers
 from slipstream.models.decoder.plan import DecoderPlan, UnknownLayerError
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.trials import (
@@ -49,7 +49,7 @@ def make_faster(backend: HFBackend, own_logits: OwnLogits) -> None:
 def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> None:
     """Use grouped attention if it gives this model's own logits."""
     config = backend.model.config.get_text_config()
-    if config._attn_implementation == GROUPED:
+    if config._attn_implementation == GROUPED or _heads_differ(backend):
         return
     repeats, is_capped = repeats_of(config), bool(getattr(config, "attn_logit_softcapping", None))
     has_plan = config.model_type in FAMILIES
@@ -62,6 +62,12 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
         reason = _try_grouped(backend, repeats, own_logits or OwnLogits(backend))
     if reason is not None:
         warn_slower(f"{type(backend.model).__name__} keeps transformers' attention: {reason}")
+
+
+def _heads_differ(backend: HFBackend) -> bool:
+    """True for a model with a plan, on the CPU, whose layers differ in their heads, so that only the kernels attend."""
+    config = backend.model.config.get_text_config()
+    return backend.device.type == "cpu" and config.model_type in FAMILIES and repeats_of(config) is None
 
 
 def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str | None:
@@ -103,8 +109,8 @@ def _attends_alike(backend: HFBackend, repeats: int, original: str) -> bool:
     ) -> tuple[Tensor, None]:
         allowed, inputs = mask if mask.dtype is torch.bool else mask == 0, (query, key, value)
         if is_eager:  # in float32, since it would round scores
-            own = sys.modules[type(module).__module__].eager_attention_forward
-            wide = own(module, *(part.float() for part in inputs), mask.float(), scaling=scaling, **options)[0]
+            eager = sys.modules[type(module).__module__].eager_attention_forward
+            wide = eager(module, *(part.float() for part in inputs), mask.float(), scaling=scaling, **options)[0]
             expected = wide.to(query.dtype), None
         else:
             expected = sdpa_attention_forward(module, *inputs, mask, scaling=scaling, **options)
@@ -124,11 +130,11 @@ def _attends_alike(backend: HFBackend, repeats: int, original: str) -> bool:
 
 def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list[tuple[nn.Module, FusedLayer]]:
     """Give decoder layers a forward of fewer operators if it gives this model's own logits; returns those layers."""
-    if backend.masks.repeats is None:
+    if backend.masks.repeats is None and not _heads_differ(backend):
         return []  # `group_queries` has warned of the reason
     own_logits = own_logits or OwnLogits(backend)
     try:
-        plan = plan_of(backend.model.config.get_text_config(), backend.masks.windows)
+        plan = plan_of_model(backend.model, backend.masks.windows)
         layers = fused_layers(backend.model, plan)
         if "fused layers" not in own_logits.passed:
             trials = [Trial(layer, layer.forward, forward) for layer, forward in layers]
@@ -142,7 +148,10 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
         layer.forward = forward
     if backend.device.type == "cpu":  # elsewhere forwards are captured as rectangles
         use_compiled_ops(backend, plan, layers, own_logits)
-        backend.ragged = backend.cache.states is None  # recurrent layers take as many tokens from each row
+        # recurrent layers and transformers' attention take as many tokens from each row
+        own_attention = backend.masks.repeats is not None and all(layer.mixer is None for layer in plan.layers)
+        attends = own_attention or backend.stack is not None
+        backend.ragged = attends and backend.cache.states is None
     return layers
 
 
@@ -170,8 +179,11 @@ def use_compiled_ops(
     if all(ops.shape_independent for ops in compiled):
         own_logits.passed.add(TOKENS_INDEPENDENT)
     layers_are_independent = TOKENS_INDEPENDENT in own_logits.passed
+    # in one call, nothing is computed beside what calls the layers: no tower of images
+    scope = backend.model if backend.stack is None else decoder_module(backend.model, plan)
+    head = backend.model.get_output_embeddings()
     backend.shape_independent = layers_are_independent and _multiplies_tokens_independently(
-        backend.model, [layer for layer, _ in layers]
+        scope, head, [layer for layer, _ in layers]
     )
 
 
@@ -196,7 +208,7 @@ def _use_stack(
         log.info("%s calls its layers one by one: in one call they give other logits", type(model).__name__)
 
 
-def _multiplies_tokens_independently(model: Any, layers: Sequence[nn.Module]) -> bool:
+def _multiplies_tokens_independently(model: Any, head: Any, layers: Sequence[nn.Module]) -> bool:
     """True if nothing outside the decoder layers multiplies by other weights than the kernels'.
 
     Any module may multiply by a matrix that is a parameter of its own, as the routers of mixtures do.
@@ -214,4 +226,4 @@ def _multiplies_tokens_independently(model: Any, layers: Sequence[nn.Module]) ->
             )
         )
     ]
-    return not others and isinstance(model.get_output_embeddings(), KernelLinear | BlockLinear)
+    return not others and isinstance(head, KernelLinear | BlockLinear)

@@ -1,4 +1,4 @@
-"""Recurrent layers of Hugging Face models, recognised by structure, on states of their own.
+"""Recurrent layers of Hugging Face models, recognized by structure, on states of their own.
 
 Only a layer's `forward` is replaced, and only for caches of Slipstream; its modules stay where they are, and other
 callers run the model's own code. That code is also the specification: a layer that computes anything else gives other
@@ -7,7 +7,7 @@ logits, and then the model runs on caches of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -53,7 +53,7 @@ class GatedDelta:
             key_dim,
             2 * key_dim,
             corrects=True,
-            normalised=True,
+            normalized=True,
             rate=_rate(layer),
             shift=layer.dt_bias.detach().float(),
         )
@@ -108,7 +108,7 @@ class StateSpace:
             inner,
             0,
             corrects=False,
-            normalised=False,
+            normalized=False,
             rate=_rate(layer),
             shift=layer.dt_bias.detach().float(),
             skip=layer.D.detach().float(),
@@ -205,8 +205,8 @@ class RecurrentForward:
 
 def recurrent_layers(model: nn.Module) -> dict[int, Any]:
     """The recurrent layers that can run on states of ours, by number."""
-    layers: list[Any] = [module for module in model.modules() if form_of(module) is not None]
-    return {layer.layer_idx: layer for layer in layers}
+    layers: Iterable[Any] = model.modules()
+    return {layer.layer_idx: layer for layer in layers if form_of(layer) is not None}
 
 
 def recurrent_states(model: nn.Module) -> RecurrentStates | None:
@@ -214,7 +214,8 @@ def recurrent_states(model: nn.Module) -> RecurrentStates | None:
     layers = recurrent_layers(model)
     for layer in layers.values():
         if not isinstance(layer.forward, RecurrentForward):
-            layer.forward = RecurrentForward(layer, _form(layer))
+            form: Any = form_of(layer)
+            layer.forward = RecurrentForward(layer, form(layer))
     parts = {i: (layer.forward.form.recurrence, layer.forward.compiled) for i, layer in layers.items()}
     return RecurrentStates(parts) if parts else None
 
@@ -230,12 +231,6 @@ def form_of(layer: Any) -> Callable[[Any], Form] | None:
     is_silu = getattr(layer, "activation", SILU[0]) in SILU
     unlimited = tuple(getattr(layer, "time_step_limit", NO_LIMIT)) == NO_LIMIT
     return form if is_silu and unlimited else None
-
-
-def _form(layer: Any) -> Form:
-    form = form_of(layer)
-    assert form is not None
-    return form(layer)
 
 
 def _rate(layer: Any) -> Tensor:

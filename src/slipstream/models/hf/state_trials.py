@@ -12,7 +12,7 @@ from transformers import GenerationMixin
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError, first_line
-from slipstream.models.cpu.quantised_linear import rounded_activations
+from slipstream.models.cpu.quantized_linear import rounded_activations
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.prepared_inputs import input_device, prepares_inputs_differently
 from slipstream.models.hf.trials import a_few_tokens, difference, later_starts

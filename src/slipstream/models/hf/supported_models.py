@@ -10,8 +10,9 @@ from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from slipstream.errors import UsageError, one_line
-from slipstream.models.decoder.attention import GROUPED, unmasked_window
+from slipstream.models.decoder.attention import GROUPED, STATEFUL, unmasked_window
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
+from slipstream.models.decoder.families import KINDS
 from slipstream.models.hf import interfaces  # noqa: F401 (makes grouped attention known)
 from slipstream.models.hf.prepared_inputs import STATES, cache_name, prepares_inputs_differently
 from slipstream.models.hf.recurrent_mixers import recurrent_layers
@@ -20,8 +21,6 @@ from slipstream.models.hf.recurrent_mixers import recurrent_layers
 NAMES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 ATTENTION = tuple(layer for name in NAMES if (layer := vars(cache_utils).get(name)) is not None)
 RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
-KINDS = frozenset(("full_attention", "sliding_attention"))
-RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))
 
 
 def without_weights(model: Any) -> str | None:
@@ -75,5 +74,5 @@ def _known_layers(model: Any, config: Any, layers: Sequence[Any]) -> bool:
         return False
     kinds = set(getattr(config, "layer_types", None) or [])
     if recurrent:
-        return recurrent == recurrent_layers(model).keys() and kinds <= KINDS | RECURRENT_KINDS
+        return recurrent == recurrent_layers(model).keys() and kinds <= KINDS | STATEFUL | {"hybrid"}
     return kinds <= KINDS and not getattr(model, "_is_stateful", False)

@@ -13,7 +13,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 import slipstream.models
 from slipstream.core.interfaces import Backend
 from slipstream.models.cache_folder import read_measured, save_measured
-from slipstream.models.cpu.block_experts import experts_of, same_choices
+from slipstream.models.cpu.block_experts import RecordedChoices, experts_of, same_choices
 from slipstream.models.cpu.processor import processor
-from slipstream.models.cpu.quantised_linear import arithmetic_of, rounded_activations
+from slipstream.models.cpu.quantized_linear import arithmetic_of, rounded_activations
 from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.thresholds import thresholds
@@ -86,19 +86,24 @@ def _rms(numbers: Tensor) -> float:
 class OwnLogits:
     """The logits of a few tokens by the model's own forward, which every faster forward has to reproduce.
 
-    They are computed before the first change that is tried. passed: changes that passed in an earlier process.
+    They are computed before the first change that is tried. passed: changes that passed in an earlier process. The
+    routers of mixtures choose experts for them alone: a rounding of a change might choose others.
     """
 
     def __init__(self, backend: HFBackend, passed: PassedTrials | None = None) -> None:
         self._backend, self.passed = backend, passed or PassedTrials()
+        self._choices = RecordedChoices(backend.model)
 
     @cached_property
-    def logits(self) -> Tensor:
-        return a_few_logits(self._backend)
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """Those of `a_few_logits` and of `later_logits`."""
+        with self._choices.run():
+            return a_few_logits(self._backend), later_logits(self._backend)
 
-    @cached_property
-    def later(self) -> Tensor:
-        return later_logits(self._backend)
+    def same_experts(self) -> AbstractContextManager[None]:
+        """Forwards of these tokens, in this order, use the experts of the model's own forward."""
+        _ = self.logits
+        return self._choices.run()
 
     def keep_if_same(self, name: str, change: Callable[[], None]) -> bool:
         """Apply a change of the forward; returns whether the logits are still the model's own. If not, undo the change.
@@ -108,7 +113,7 @@ class OwnLogits:
         if name in self.passed:
             change()
             return True
-        _ = self.logits, self.later
+        _ = self.logits
         change()
         if self.error() > tolerance(self._backend.model):
             return False
@@ -117,8 +122,9 @@ class OwnLogits:
 
     def error(self) -> float:
         """How far the present logits are from the model's own."""
-        pairs = (a_few_logits, self.logits), (later_logits, self.later)
-        return max(difference(compute(self._backend), expected) for compute, expected in pairs)
+        with self.same_experts():
+            computed = a_few_logits(self._backend), later_logits(self._backend)
+        return max(difference(*pair) for pair in zip(computed, self.logits, strict=True))
 
 
 def largest_error(backend: Backend, layers: Sequence[tuple[nn.Module, FusedLayer]], trials: Sequence[Trial]) -> float:

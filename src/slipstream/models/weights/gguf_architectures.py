@@ -7,7 +7,7 @@ gguf-py/gguf/constants.py, what a missing value means from src/models/*.cpp.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.weights.gguf_file import GGUFHeader
-from slipstream.models.weights.gguf_metadata import FACTORS, REQUIRED, Metadata, rope_parameters
+from slipstream.models.weights.gguf_metadata import FACTORS, REQUIRED, Metadata, rope_parameters, rotary_base
 
 Settings = dict[str, Any]  # the fields of a configuration
 Order = Callable[[Settings, int], Any]  # fields, number of rows -> the file's row of each row
@@ -40,7 +40,7 @@ class Source:
     names: tuple[str, ...]
     order: Order | None = None
     columns: Order | None = None  # the file's column of each column
-    change: Callable[[Settings, Sequence[Tensor]], Tensor] | None = None  # numbers that differ in more than the order
+    change: Callable[..., Tensor] | None = None  # from the tensors, to numbers that differ in more than the order
     fused: str = ""  # a tensor that holds all these rows, in some files
 
 
@@ -68,8 +68,12 @@ def architecture_of(header: GGUFHeader) -> Architecture:
         return MIXTRAL
     if name == "granitehybrid" and not header.values.get("granitehybrid.expert_count"):
         return replace(ARCHITECTURES[name], tensors={**ARCHITECTURES[name].tensors, **GRANITE_WITHOUT_EXPERTS})
+    if name == "deepseek2" and header.values.get("deepseek2.expert_gating_func") == 1:
+        return DEEPSEEK_V2
     if name == "mistral3" and "mistral3.attention.temperature_scale" not in header.values:
         return MISTRAL
+    if name == "olmo2" and header.values.get("olmo2.attention.sliding_window"):
+        return OLMO3
     if name not in ARCHITECTURES:
         raise header.wrong(f"architecture {name!r} is not read yet", ", ".join(sorted(ARCHITECTURES)))
     return ARCHITECTURES[name]
@@ -138,7 +142,7 @@ def source_of(architecture: Architecture, parameter: str) -> Source | None:
 
 
 def _interleaved(heads: str) -> Order:
-    """Of queries and keys whose heads are rotated in pairs of neighbours: a half follows the other in the model."""
+    """The order of queries and keys whose pairs of neighbors are rotated: a half follows the other in the model."""
 
     def order(settings: Settings, rows: int) -> Any:
         return numpy.arange(rows).reshape(settings[heads], -1, 2).swapaxes(1, 2).ravel()
@@ -146,54 +150,50 @@ def _interleaved(heads: str) -> Order:
     return order
 
 
-def _value_heads(skipped: Callable[[Settings], int], size: Callable[[Settings], int]) -> Order:
-    """Of value heads of a gated delta net: those of a key head follow each other in the model, not in the file.
+def _value_heads(size: str = "", *, after_keys: bool = False) -> Order:
+    """The order of a gated delta net's value heads: those of a key head are neighbors in the model, not in the file.
 
-    skipped: rows before them, which keep their order; size: rows of a head.
+    size: the field that says how many rows a head has, one without it; after_keys: the rows of queries and keys come
+    first and keep their order.
     """
 
     def order(settings: Settings, rows: int) -> Any:
-        first, keys = skipped(settings), settings["linear_num_key_heads"]
-        tiled = numpy.arange(first, rows).reshape(-1, keys, size(settings)).swapaxes(0, 1).ravel()
+        keys = settings["linear_num_key_heads"]
+        first = 2 * keys * settings["linear_key_head_dim"] if after_keys else 0
+        tiled = numpy.arange(first, rows).reshape(-1, keys, settings[size] if size else 1).swapaxes(0, 1).ravel()
         return numpy.concatenate([numpy.arange(first), tiled])
 
     return order
 
 
-def _one(numbers: Sequence[Tensor]) -> Tensor:
-    (tensor,) = numbers
-    return tensor
+def _without_one(tensor: Tensor) -> Tensor:
+    return tensor - 1
 
 
-def _without_one(settings: Settings, numbers: Sequence[Tensor]) -> Tensor:
-    return _one(numbers) - 1
+def _logarithm(tensor: Tensor) -> Tensor:
+    return torch.log(-tensor)
 
 
-def _logarithm(settings: Settings, numbers: Sequence[Tensor]) -> Tensor:
-    return torch.log(-_one(numbers))
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.mT
 
 
-def _experts_interleaved(settings: Settings, numbers: Sequence[Tensor]) -> Tensor:
+def _experts_interleaved(gate: Tensor, up: Tensor) -> Tensor:
     """[experts, inputs, 2 * outputs] or [experts, 2 * outputs], gate and up in turn."""
-    gate_up = torch.stack(tuple(numbers), 2).flatten(1, 2)
+    gate_up = torch.stack((gate, up), 2).flatten(1, 2)
     return gate_up.mT if gate_up.dim() == 3 else gate_up
 
 
-def _flat(settings: Settings, numbers: Sequence[Tensor]) -> Tensor:
-    return _one(numbers).flatten()
-
-
-def _transposed(settings: Settings, numbers: Sequence[Tensor]) -> Tensor:
-    return _one(numbers).mT
-
-
-def _keys_and_values(settings: Settings, numbers: Sequence[Tensor]) -> Tensor:
-    """[heads * (key + value), rank], from keys [heads, rank, key] and values [heads, value, rank]."""
-    keys, values = numbers
-    return torch.cat([keys.mT, values], 1).flatten(0, 1)
+def _keys_and_values(keys: Tensor, values: Tensor | None = None) -> Tensor:
+    """[heads * (key + value), rank], from keys [heads, rank, key] and values [heads, value, rank], or as it is."""
+    return keys if values is None else torch.cat([keys.mT, values], 1).flatten(0, 1)
 
 
 # metadata
+
+
+def _without(keys: Mapping[str, Key], *names: str) -> dict[str, Key]:
+    return {name: key for name, key in keys.items() if name not in names}
 
 
 def _head_size(settings: Settings) -> int:
@@ -221,11 +221,6 @@ SILU = {"hidden_act": "silu"}
 USED = {"num_experts_per_tok": Key("expert_used_count")}
 
 
-def _some(*names: str) -> dict[str, tuple[Any, ...]]:
-    """Expectations that `keys` replace: any value."""
-    return dict.fromkeys(names, ())
-
-
 # tensors
 
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -248,12 +243,11 @@ QWEN = {**TOP, **NORMS, **ATTENTION, **MLP}
 
 
 def _experts(place: str, router: str = "gate") -> dict[str, str | Source]:
+    gate_up = Source(("ffn_gate_exps.weight", "ffn_up_exps.weight"), fused="ffn_gate_up_exps.weight")
     return {
-        f"{place}.{router}": "ffn_gate_inp",
-        f"{place}.experts.gate_up_proj": Source(
-            ("ffn_gate_exps.weight", "ffn_up_exps.weight"), fused="ffn_gate_up_exps.weight"
-        ),
-        f"{place}.experts.down_proj": "ffn_down_exps.weight",
+        f"{place}{router}": "ffn_gate_inp",
+        f"{place}experts.gate_up_proj": gate_up,
+        f"{place}experts.down_proj": "ffn_down_exps.weight",
     }
 
 
@@ -266,8 +260,8 @@ def _shifted(tensors: Mapping[str, str]) -> dict[str, str | Source]:
     return {name: Source((tensor,), change=_without_one) for name, tensor in tensors.items()}
 
 
-def _bias(tensors: str = "attn_q.bias") -> dict[str, str]:
-    return {"attention_bias": tensors}
+BIAS = {"attention_bias": "attn_q.bias"}
+BIASES = BIAS | {"mlp_bias": "ffn_gate.bias"}
 
 
 def _windows(metadata: Metadata, settings: Settings, period: int) -> None:
@@ -278,8 +272,7 @@ def _windows(metadata: Metadata, settings: Settings, period: int) -> None:
     if type(metadata.raw(name)) is int:
         period = metadata.value(name, int)  # 0: all layers have a window
     else:
-        flags = metadata.values(name, bool, [])
-        flags = flags if isinstance(flags, list) else [flags] * layers
+        flags = metadata.of_layers(name, bool, [])
     has_window = flags[:layers] or [not period or bool((layer + 1) % period) for layer in range(layers)]
     settings["layer_types"] = ["sliding_attention" if window else "full_attention" for window in has_window]
 
@@ -289,16 +282,20 @@ def _no_windows(settings: Settings) -> None:
     settings["layer_types"] = ["full_attention"] * settings["num_hidden_layers"]
 
 
-def _two_rotations(metadata: Metadata, settings: Settings) -> None:
+def _two_rotations(metadata: Metadata, settings: Settings, theta: float = 10000.0) -> None:
     """The settings for layers with a window, which are not scaled, beside those of the others."""
-    local = {"rope_type": "default", "rope_theta": metadata.value("rope.freq_base_swa", float, 10000.0)}
+    local = {"rope_type": "default", "rope_theta": rotary_base(metadata, "rope.freq_base_swa", theta)}
     settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
+
+
+def _query_scale(settings: Settings, layers_of_27b: int) -> None:
+    is_27b = settings["num_hidden_layers"] == layers_of_27b
+    settings["query_pre_attn_scalar"] = _head_size(settings) if is_27b else settings["head_dim"]
 
 
 def _gemma2(metadata: Metadata, settings: Settings) -> None:
     _windows(metadata, settings, 2)
-    is_27b = settings["num_hidden_layers"] == 46
-    settings["query_pre_attn_scalar"] = _head_size(settings) if is_27b else settings["head_dim"]
+    _query_scale(settings, 46)
 
 
 def _gemma3(metadata: Metadata, settings: Settings) -> None:
@@ -309,8 +306,7 @@ def _gemma3(metadata: Metadata, settings: Settings) -> None:
     settings["sliding_window"] = window or settings["max_position_embeddings"]  # transformers demands one
     softcap = metadata.value("final_logit_softcapping", float, 0.0)
     settings["final_logit_softcapping"] = softcap or None
-    is_27b = settings["num_hidden_layers"] == 62
-    settings["query_pre_attn_scalar"] = _head_size(settings) if is_27b else settings["head_dim"]
+    _query_scale(settings, 62)
     _two_rotations(metadata, settings)
 
 
@@ -332,13 +328,18 @@ def _smollm3(metadata: Metadata, settings: Settings) -> None:
 
 def _granite(metadata: Metadata, settings: Settings) -> None:
     metadata.expect("rope.scaling.finetuned", True)  # false: no rotation at all
+    _multipliers(settings)
+
+
+def _multipliers(settings: Settings) -> None:
     for name in ("embedding_multiplier", "residual_multiplier"):
         settings[name] = settings[name] or 1.0  # 0: not multiplied
     settings["attention_multiplier"] = settings["attention_multiplier"] or settings["head_dim"] ** -0.5
 
 
-def _cohere2(metadata: Metadata, settings: Settings) -> None:
+def _olmo3(metadata: Metadata, settings: Settings) -> None:
     _windows(metadata, settings, 4)
+    _two_rotations(metadata, settings, settings["rope_parameters"]["rope_theta"])
 
 
 def _exaone4(metadata: Metadata, settings: Settings) -> None:
@@ -356,8 +357,7 @@ def _expert_width(settings: Settings) -> int:
 
 
 def _lfm2(metadata: Metadata, settings: Settings) -> None:
-    heads = metadata.values("attention.head_count_kv", int)
-    heads = heads if isinstance(heads, list) else [heads] * settings["num_hidden_layers"]
+    heads = metadata.of_layers("attention.head_count_kv", int)
     if len({*heads} - {0}) != 1:
         raise metadata.wrong("attention.head_count_kv", heads[:8], "0 for convolutions, the same for the other layers")
     settings["num_key_value_heads"] = max(heads)
@@ -366,29 +366,40 @@ def _lfm2(metadata: Metadata, settings: Settings) -> None:
 
 def _deepseek2(metadata: Metadata, settings: Settings) -> None:
     rank, rotated = settings["kv_lora_rank"], metadata.value("rope.dimension_count", int)
-    keys = metadata.value("attention.key_length_mla", int)
-    metadata.expect("attention.key_length", rank + rotated)
-    metadata.expect("attention.value_length", rank)
-    metadata.expect("attention.head_count_kv", 1)
+    heads, key, value = settings["num_attention_heads"], "attention.key_length", "attention.value_length"
+    if f"blk.0.{LATENT_HEADS.fused}.weight" in metadata.header.tensors:  # older files, whose keys are those of heads
+        metadata.expect("attention.head_count_kv", heads)
+    else:
+        metadata.expect("attention.head_count_kv", 1)
+        metadata.expect(key, rank + rotated)
+        metadata.expect(value, rank)
+        key, value = f"{key}_mla", f"{value}_mla"
     # files of GLM-4.7-Flash that do not say how experts are chosen mean the sigmoid
     is_glm = settings["num_hidden_layers"] == 47 and settings["vocab_size"] == 154_880
     gating = metadata.value("expert_gating_func", int, 2 if is_glm else REQUIRED)
-    if gating != 2:
-        raise metadata.wrong("expert_gating_func", gating, "2, the sigmoid")
+    if gating not in (1, 2):
+        raise metadata.wrong("expert_gating_func", gating, "1, the softmax, or 2, the sigmoid")
     dense = metadata.value("leading_dense_block_count", int, 0)
     layers = range(settings["num_hidden_layers"])
     settings |= {
-        "num_key_value_heads": settings["num_attention_heads"],
+        "num_key_value_heads": heads,
         "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": keys - rotated,
+        "qk_nope_head_dim": metadata.value(key, int) - rotated,
+        "v_head_dim": metadata.value(value, int),
         "q_lora_rank": metadata.value("attention.q_lora_rank", int, 0) or None,
-        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in layers],
     }
+    if gating == 1:
+        settings |= {"topk_method": "group_limited_greedy", "first_k_dense_replace": dense}
+    else:
+        settings["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in layers]
+    if (multiplier := metadata.value("rope.scaling.yarn_log_multiplier", float, 0.0)) > 0:  # a tenth of these factors
+        settings["rope_parameters"] |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
     _groups(metadata, settings)
 
 
 def _groups(metadata: Metadata, settings: Settings) -> None:
-    settings |= {"n_group": 1, "topk_group": 1}
+    settings["n_group"] = metadata.value("expert_group_count", int, 0) or 1
+    settings["topk_group"] = metadata.value("expert_group_used_count", int, 0) or settings["n_group"]
     settings["routed_scaling_factor"] = settings["routed_scaling_factor"] or 1.0  # 0: not multiplied
 
 
@@ -417,8 +428,7 @@ def _gemma4(metadata: Metadata, settings: Settings) -> None:
     metadata.expect("attention.value_length_swa", settings["head_dim"])
     metadata.expect("rope.dimension_count", settings["global_head_dim"])
     metadata.expect("rope.dimension_count_swa", settings["head_dim"])
-    heads = metadata.values("attention.head_count_kv", int)
-    heads = heads if isinstance(heads, list) else [heads] * len(settings["layer_types"])
+    heads = metadata.of_layers("attention.head_count_kv", int)
     of_full, of_windows = {heads[i] for i in full}, {count for i, count in enumerate(heads) if i not in full}
     settings["attention_k_eq_v"] = all(f"blk.{i}.attn_v.weight" not in header.tensors for i in full)
     is_shared = settings["attention_k_eq_v"]
@@ -426,11 +436,16 @@ def _gemma4(metadata: Metadata, settings: Settings) -> None:
         raise metadata.wrong("attention.head_count_kv", heads[:8], "one number per kind of layer")
     settings["num_key_value_heads"] = min(of_windows or of_full)
     settings["num_global_key_value_heads"] = min(of_full) if is_shared and of_full else None
-    inner = metadata.values("feed_forward_length", int)
-    inner = inner if isinstance(inner, list) else [inner]
+    inner = metadata.of_layers("feed_forward_length", int)
     settings["intermediate_size"], settings["use_double_wide_mlp"] = min(inner), max(inner) == 2 * min(inner)
-    if "per_layer_token_embd.weight" in header.tensors:
-        settings["vocab_size_per_layer_input"] = header.tensors["per_layer_token_embd.weight"].shape[0]
+    shared, kinds = settings["num_kv_shared_layers"], settings["layer_types"]
+    first = len(kinds) - shared
+    if first < 1 or not set(kinds[first:]) <= set(kinds[:first]):
+        raise metadata.wrong("attention.shared_kv_layers", shared, "a number that leaves a layer of each kind before")
+    if (table := header.tensors.get("per_layer_token_embd.weight")) is not None:
+        if table.shape[0] != settings["vocab_size"]:
+            raise header.wrong(f"tensor {table.name!r} is {list(table.shape)}", f"{settings['vocab_size']} rows")
+        settings["vocab_size_per_layer_input"] = table.shape[0]
     experts = metadata.value("expert_count", int, 0)
     used, width = metadata.value("expert_used_count", int, 0), metadata.value("expert_feed_forward_length", int, 0)
     if bool(experts) != any(".ffn_gate_inp." in name for name in header.tensors):
@@ -456,8 +471,7 @@ def _ministral3(metadata: Metadata, settings: Settings) -> None:
 
 def _mamba(metadata: Metadata, settings: Settings) -> None:
     rotates = metadata.value("rope.scaling.finetuned", bool, True)
-    heads = metadata.values("attention.head_count_kv", int)
-    heads = heads if isinstance(heads, list) else [heads] * settings["num_hidden_layers"]
+    heads = metadata.of_layers("attention.head_count_kv", int)
     if len({*heads} - {0}) > 1:
         raise metadata.wrong("attention.head_count_kv", heads[:8], "0 for Mamba, the same for the other layers")
     inner, states = metadata.value("ssm.inner_size", int), settings["mamba_n_heads"]
@@ -474,9 +488,7 @@ def _mamba(metadata: Metadata, settings: Settings) -> None:
     }
     shared = metadata.value("expert_shared_feed_forward_length", int, 0)
     settings["shared_intermediate_size"] = shared or settings["intermediate_size"]
-    for name in ("embedding_multiplier", "residual_multiplier"):
-        settings[name] = settings[name] or 1.0
-    settings["attention_multiplier"] = settings["attention_multiplier"] or settings["head_dim"] ** -0.5
+    _multipliers(settings)
 
 
 GRANITE = DENSE | {
@@ -493,9 +505,8 @@ QWEN_EXPERTS = (
         "moe_intermediate_size": Key("expert_feed_forward_length", int, _expert_width),
     }
 )
-LFM2 = {
-    **{name: key for name, key in DENSE.items() if name not in ("num_key_value_heads", "rms_norm_eps")},
-    "norm_eps": Key("attention.layer_norm_rms_epsilon", float),
+LFM2 = _without(CORE, "num_key_value_heads") | {
+    "norm_eps": DENSE["rms_norm_eps"],
     "conv_L_cache": Key("shortconv.l_cache"),
 }
 DELTA_NET = {
@@ -511,23 +522,10 @@ SIGMOID_EXPERTS = USED | {
     "norm_topk_prob": Key("expert_weights_norm", bool, False),
     "routed_scaling_factor": Key("expert_weights_scale", float, 0.0),
 }
-ANY_EXPERTS = _some("expert_count", "expert_used_count")
-
-
-def _keys_of_queries(settings: Settings) -> int:
-    return int(2 * settings["linear_num_key_heads"] * settings["linear_key_head_dim"])
-
-
-def _none(settings: Settings) -> int:
-    return 0
-
-
-def _single(settings: Settings) -> int:
-    return 1
-
-
-def _value_size(settings: Settings) -> int:
-    return int(settings["linear_value_head_dim"])
+# expectations that `keys` replace
+ANY_EXPERTS: dict[str, tuple[Any, ...]] = dict.fromkeys(("expert_count", "expert_used_count"), ())
+ANY_GROUPS = ANY_EXPERTS | dict.fromkeys(("expert_group_count", "expert_group_used_count"), ())
+SOFTMAX, SIGMOID = (ANY_EXPERTS | {"expert_gating_func": (number,)} for number in (1, 2))
 
 
 GRANITE_WITHOUT_EXPERTS: dict[str, str | Source] = {
@@ -546,9 +544,7 @@ SHORT_CONVOLUTION: dict[str, str | Source] = {
     "lm_head": "output",
     "operator_norm": "attn_norm",
     "ffn_norm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
+    **ATTENTION,
     "self_attn.out_proj": "attn_output",
     "self_attn.q_layernorm": "attn_q_norm",
     "self_attn.k_layernorm": "attn_k_norm",
@@ -559,6 +555,8 @@ SHORT_CONVOLUTION: dict[str, str | Source] = {
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
 }
+VALUES = _value_heads("linear_value_head_dim")
+VALUES_AFTER_KEYS = _value_heads("linear_value_head_dim", after_keys=True)
 QWEN35: dict[str, str | Source] = {
     **QWEN,
     **_shifted(
@@ -569,16 +567,17 @@ QWEN35: dict[str, str | Source] = {
             **HEAD_NORMS,
         }
     ),
-    "linear_attn.in_proj_qkv": Source(("attn_qkv",), _value_heads(_keys_of_queries, _value_size)),
-    "linear_attn.in_proj_z": Source(("attn_gate",), _value_heads(_none, _value_size)),
-    "linear_attn.in_proj_a": Source(("ssm_alpha",), _value_heads(_none, _single)),
-    "linear_attn.in_proj_b": Source(("ssm_beta",), _value_heads(_none, _single)),
-    "linear_attn.conv1d": Source(("ssm_conv1d",), _value_heads(_keys_of_queries, _value_size)),
-    "linear_attn.dt_bias": Source(("ssm_dt.bias",), _value_heads(_none, _single)),
-    "linear_attn.A_log": Source(("ssm_a",), _value_heads(_none, _single), change=_logarithm),
+    "linear_attn.in_proj_qkv": Source(("attn_qkv",), VALUES_AFTER_KEYS),
+    "linear_attn.in_proj_z": Source(("attn_gate",), VALUES),
+    "linear_attn.in_proj_a": Source(("ssm_alpha",), _value_heads()),
+    "linear_attn.in_proj_b": Source(("ssm_beta",), _value_heads()),
+    "linear_attn.conv1d": Source(("ssm_conv1d",), VALUES_AFTER_KEYS),
+    "linear_attn.dt_bias": Source(("ssm_dt.bias",), _value_heads()),
+    "linear_attn.A_log": Source(("ssm_a",), _value_heads(), change=_logarithm),
     "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": Source(("ssm_out",), columns=_value_heads(_none, _value_size)),
+    "linear_attn.out_proj": Source(("ssm_out",), columns=VALUES),
 }
+LATENT_HEADS = Source(("attn_k_b", "attn_v_b"), change=_keys_and_values, fused="attn_kv_b")
 LATENT_ATTENTION: dict[str, str | Source] = {
     "self_attn.q_proj": "attn_q",
     "self_attn.q_a_proj": "attn_q_a",
@@ -586,7 +585,7 @@ LATENT_ATTENTION: dict[str, str | Source] = {
     "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": Source(("attn_k_b", "attn_v_b"), change=_keys_and_values),
+    "self_attn.kv_b_proj": LATENT_HEADS,
     "self_attn.o_proj": "attn_output",
 }
 
@@ -594,17 +593,46 @@ MISTRAL = Architecture("mistral", DENSE, LLAMA, SILU | {"sliding_window": None})
 MIXTRAL = Architecture(
     "mixtral",
     DENSE | USED | {"num_local_experts": Key("expert_count")},
-    {**TOP, **NORMS, **ROTATED, **_experts("mlp")},
+    {**TOP, **NORMS, **ROTATED, **_experts("mlp.")},
     SILU | {"sliding_window": None},
-    expects=ANY_EXPERTS | {"expert_gating_func": (1,)},
+    expects=SOFTMAX,
+)
+DEEPSEEK = Architecture(
+    "glm4_moe_lite",
+    _without(DENSE, "num_key_value_heads", "head_dim")
+    | SIGMOID_EXPERTS
+    | {"kv_lora_rank": Key("attention.kv_lora_rank")},
+    {
+        **TOP,
+        **NORMS,
+        **MLP,
+        **LATENT_ATTENTION,
+        **_experts("mlp."),
+        **_shared("mlp.shared_experts"),
+        "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    },
+    SILU | {"attention_bias": False, "rope_interleave": True},
+    expects=ANY_GROUPS,
+    scalings=("yarn",),
+    finish=_deepseek2,
+)
+DEEPSEEK_V2 = replace(
+    DEEPSEEK,
+    model_type="deepseek_v2",
+    settings=SILU | {"attention_bias": False},
+    expects=ANY_GROUPS | {"expert_weights_norm": (False,)},
+)
+OLMO2 = Architecture("olmo2", DENSE, {**QWEN, **POST_NORMS, **HEAD_NORMS}, SILU, BIAS)
+OLMO3 = replace(
+    OLMO2, model_type="olmo3", keys=DENSE | {"sliding_window": Key("attention.sliding_window")}, finish=_olmo3
 )
 ARCHITECTURES = {
-    "llama": Architecture("llama", DENSE, LLAMA, SILU, _bias() | {"mlp_bias": "ffn_gate.bias"}),
+    "llama": Architecture("llama", DENSE, LLAMA, SILU, BIASES),
     "mistral3": Architecture(
         "ministral3", DENSE, LLAMA, SILU | {"sliding_window": None}, scalings=("yarn",), finish=_ministral3
     ),
     "qwen2": Architecture("qwen2", DENSE, QWEN, SILU | {"use_sliding_window": False}),
-    "qwen3": Architecture("qwen3", DENSE, {**QWEN, **HEAD_NORMS}, SILU | {"use_sliding_window": False}, _bias()),
+    "qwen3": Architecture("qwen3", DENSE, {**QWEN, **HEAD_NORMS}, SILU | {"use_sliding_window": False}, BIAS),
     "gemma": Architecture(
         "gemma",
         DENSE,
@@ -650,11 +678,11 @@ ARCHITECTURES = {
         DENSE,
         LLAMA,
         SILU | {"use_sliding_window": False, "sliding_window": None, "no_rope_layer_interval": 4},
-        _bias() | {"mlp_bias": "ffn_gate.bias"},
+        BIASES,
         scalings=("linear", "yarn"),
         finish=_smollm3,
     ),
-    "olmo2": Architecture("olmo2", DENSE, {**QWEN, **POST_NORMS, **HEAD_NORMS}, SILU, _bias()),
+    "olmo2": OLMO2,
     "glm4": Architecture(
         "glm4",
         DENSE,
@@ -665,10 +693,10 @@ ARCHITECTURES = {
             "mlp.gate_up_proj": "ffn_up",
         },
         SILU,
-        _bias(),
+        BIAS,
         rotates_partly=True,
     ),
-    "granite": Architecture("granite", GRANITE, LLAMA, SILU, _bias() | {"mlp_bias": "ffn_gate.bias"}, finish=_granite),
+    "granite": Architecture("granite", GRANITE, LLAMA, SILU, BIASES, finish=_granite),
     "cohere2": Architecture(
         "cohere2",
         CORE
@@ -680,7 +708,7 @@ ARCHITECTURES = {
         QWEN,
         SILU | {"attention_bias": False},
         scalings=(),
-        finish=_cohere2,
+        finish=lambda metadata, settings: _windows(metadata, settings, 4),
     ),
     "exaone4": Architecture("exaone4", DENSE, {**QWEN, **POST_NORMS, **HEAD_NORMS}, SILU, finish=_exaone4),
     "ernie4_5": Architecture("ernie4_5", DENSE, QWEN, SILU, {"use_bias": "attn_q.bias"}),
@@ -694,41 +722,42 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(
         "qwen3_moe",
         QWEN_EXPERTS,
-        {**QWEN, **HEAD_NORMS, **_experts("mlp")},
+        {**QWEN, **HEAD_NORMS, **_experts("mlp.")},
         SILU | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
-        _bias(),
-        ANY_EXPERTS | {"expert_gating_func": (1,), "expert_weights_norm": (True,)},
+        BIAS,
+        SOFTMAX | {"expert_weights_norm": (True,)},
     ),
     "qwen2moe": Architecture(
         "qwen2_moe",
         QWEN_EXPERTS
         | {"shared_expert_intermediate_size": Key("expert_shared_feed_forward_length", int, "intermediate_size")},
-        {**QWEN, **_experts("mlp"), **_shared("mlp.shared_expert"), "mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
+        {**QWEN, **_experts("mlp."), **_shared("mlp.shared_expert"), "mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
         SILU | {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
         {"qkv_bias": "attn_q.bias"},
-        ANY_EXPERTS | {"expert_gating_func": (1,), "expert_weights_norm": (False,)},
+        SOFTMAX | {"expert_weights_norm": (False,)},
     ),
     "olmoe": Architecture(
         "olmoe",
         DENSE | USED | {"num_experts": Key("expert_count"), "clip_qkv": Key("attention.clamp_kqv", float, 0.0)},
-        {**QWEN, **HEAD_NORMS, **_experts("mlp")},
+        {**QWEN, **HEAD_NORMS, **_experts("mlp.")},
         SILU | {"norm_topk_prob": False},
-        _bias(),
-        ANY_EXPERTS | {"expert_gating_func": (1,)},
+        BIAS,
+        SOFTMAX,
         finish=lambda metadata, settings: settings.update(clip_qkv=settings["clip_qkv"] or None),
     ),
     "granitemoe": Architecture(
         "granitemoe",
         GRANITE | USED | {"num_local_experts": Key("expert_count")},
-        {**TOP, **NORMS, **ROTATED, **_experts("block_sparse_moe", "router")},
+        {**TOP, **NORMS, **ROTATED, **_experts("block_sparse_moe.", "router")},
         SILU,
-        _bias(),
-        ANY_EXPERTS | {"expert_gating_func": (1,), "expert_shared_feed_forward_length": (0,)},
+        BIAS,
+        SOFTMAX | {"expert_shared_feed_forward_length": (0,)},
         finish=_granite,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
-        {**{name: key for name, key in DENSE.items() if name != "intermediate_size"}, **USED}
+        _without(DENSE, "intermediate_size")
+        | USED
         | {
             "intermediate_size": Key("expert_feed_forward_length"),
             "num_local_experts": Key("expert_count"),
@@ -751,8 +780,8 @@ ARCHITECTURES = {
             "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
         },
         SILU | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        _bias(),
-        ANY_EXPERTS | {"expert_gating_func": (3,)} | _some("feed_forward_length"),
+        BIAS,
+        ANY_EXPERTS | {"expert_gating_func": (3,), "feed_forward_length": ()},
         ("yarn",),
         finish=_gpt_oss,
     ),
@@ -775,12 +804,12 @@ ARCHITECTURES = {
         },
         {
             **SHORT_CONVOLUTION,
-            **_experts("feed_forward"),
+            **_experts("feed_forward."),
             "feed_forward.expert_bias": "exp_probs_b.bias",
         },
         {"conv_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
         {"use_expert_bias": "exp_probs_b.bias"},
-        ANY_EXPERTS | {"expert_gating_func": (2,)},
+        SIGMOID,
         (),
         finish=_lfm2,
     ),
@@ -791,41 +820,23 @@ ARCHITECTURES = {
             **QWEN,
             **HEAD_NORMS,
             "post_attention_layernorm": "post_attention_norm",
-            **_experts("mlp"),
+            **_experts("mlp."),
             **_shared("mlp.shared_experts"),
             "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
         },
         SILU,
-        _bias() | {"use_qk_norm": "attn_q_norm.weight"},
-        ANY_EXPERTS | {"expert_gating_func": (2,)},
+        BIAS | {"use_qk_norm": "attn_q_norm.weight"},
+        SIGMOID,
         rotates_partly=True,
         finish=_groups,
     ),
-    "deepseek2": Architecture(
-        "glm4_moe_lite",
-        {name: key for name, key in DENSE.items() if name not in ("num_key_value_heads", "head_dim")}
-        | SIGMOID_EXPERTS
-        | {"kv_lora_rank": Key("attention.kv_lora_rank"), "v_head_dim": Key("attention.value_length_mla")},
-        {
-            **TOP,
-            **NORMS,
-            **MLP,
-            **LATENT_ATTENTION,
-            **_experts("mlp"),
-            **_shared("mlp.shared_experts"),
-            "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-        },
-        SILU | {"attention_bias": False, "rope_interleave": True},
-        expects=ANY_EXPERTS,
-        scalings=(),
-        finish=_deepseek2,
-    ),
+    "deepseek2": DEEPSEEK,
     "qwen35": Architecture(
-        "qwen3_5_text", DENSE | DELTA_NET, QWEN35, SILU, _bias(), scalings=(), rotates_partly=True, finish=_qwen35
+        "qwen3_5_text", DENSE | DELTA_NET, QWEN35, SILU, BIAS, scalings=(), rotates_partly=True, finish=_qwen35
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
-        {name: key for name, key in DENSE.items() if name != "intermediate_size"}
+        _without(DENSE, "intermediate_size")
         | DELTA_NET
         | USED
         | {
@@ -835,24 +846,20 @@ ARCHITECTURES = {
         },
         {
             **QWEN35,
-            **_experts("mlp"),
+            **_experts("mlp."),
             **_shared("mlp.shared_expert"),
             "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
         },
         SILU,
-        _bias(),
-        ANY_EXPERTS | {"expert_gating_func": (1,), "expert_weights_norm": (True,)} | _some("feed_forward_length"),
+        BIAS,
+        SOFTMAX | {"expert_weights_norm": (True,), "feed_forward_length": ()},
         (),
         True,
         _qwen35,
     ),
     "gemma4": Architecture(
         "gemma4_text",
-        {
-            name: key
-            for name, key in DENSE.items()
-            if name not in ("num_key_value_heads", "head_dim", "intermediate_size")
-        }
+        _without(DENSE, "num_key_value_heads", "head_dim", "intermediate_size")
         | {
             "global_head_dim": Key("attention.key_length"),
             "sliding_window": Key("attention.sliding_window"),
@@ -871,13 +878,9 @@ ARCHITECTURES = {
             "model.embed_tokens_per_layer": "per_layer_token_embd",
             "model.per_layer_model_projection": "per_layer_model_proj",
             "model.per_layer_projection_norm": "per_layer_proj_norm",
-            "router.proj": "ffn_gate_inp",
+            **_experts("", "router.proj"),
             "router.scale": "ffn_gate_inp.scale",
             "router.per_expert_scale": "ffn_down_exps.scale",
-            "experts.gate_up_proj": Source(
-                ("ffn_gate_exps.weight", "ffn_up_exps.weight"), fused="ffn_gate_up_exps.weight"
-            ),
-            "experts.down_proj": "ffn_down_exps.weight",
             "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
             "post_feedforward_layernorm_1": "post_ffw_norm_1",
             "post_feedforward_layernorm_2": "post_ffw_norm_2",
@@ -889,7 +892,7 @@ ARCHITECTURES = {
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
-        {name: key for name, key in GRANITE.items() if name != "num_key_value_heads"}
+        _without(GRANITE, "num_key_value_heads")
         | {
             "mamba_d_conv": Key("ssm.conv_kernel"),
             "mamba_d_state": Key("ssm.state_size"),
@@ -900,7 +903,7 @@ ARCHITECTURES = {
             **TOP,
             **NORMS,
             **ROTATED,
-            **_experts("block_sparse_moe", "router"),
+            **_experts("block_sparse_moe.", "router"),
             "shared_mlp.input_linear": Source(("ffn_gate_shexp", "ffn_up_shexp")),
             "shared_mlp.output_linear": "ffn_down_shexp",
             "mamba.in_proj": "ssm_in",
@@ -908,12 +911,12 @@ ARCHITECTURES = {
             "mamba.dt_bias": "ssm_dt.bias",
             "mamba.A_log": Source(("ssm_a",), change=_logarithm),
             "mamba.D": "ssm_d",
-            "mamba.norm": Source(("ssm_norm",), change=_flat),
+            "mamba.norm": Source(("ssm_norm",), change=torch.flatten),
             "mamba.out_proj": "ssm_out",
         },
         SILU | {"mamba_proj_bias": False},
-        _bias() | {"mamba_conv_bias": "ssm_conv1d.bias"},
-        ANY_EXPERTS | {"expert_gating_func": (1,)},
+        BIAS | {"mamba_conv_bias": "ssm_conv1d.bias"},
+        SOFTMAX,
         finish=_mamba,
     ),
 }

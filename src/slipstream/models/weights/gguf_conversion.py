@@ -45,7 +45,7 @@ def convert(file: Path, folder: Path) -> None:
     with prepared(file.name, folder) as partial:
         with writable(file.name, folder.parent):
             describe(header, partial)
-        model = dequantised(header, partial, torch.bfloat16)
+        model = dequantized(header, partial, torch.bfloat16)
         with writable(file.name, folder.parent):
             model.save_pretrained(partial)
 
@@ -61,7 +61,7 @@ def check_memory(header: GGUFHeader, dtype: torch.dtype, reason: str = "") -> No
         )
 
 
-def dequantised(header: GGUFHeader, folder: Path, dtype: torch.dtype) -> Any:
+def dequantized(header: GGUFHeader, folder: Path, dtype: torch.dtype) -> Any:
     """The model of a GGUF file with its weights unpacked to this precision. folder: where it is described."""
     check_memory(header, dtype)
     try:
@@ -73,9 +73,8 @@ def dequantised(header: GGUFHeader, folder: Path, dtype: torch.dtype) -> Any:
             for name, tensor in progress.track(list(empty.state_dict().items()), task_id=progress.task_ids[0]):
                 if name != "lm_head.weight" or not config.tie_word_embeddings:
                     # vectors are small, and some stay in float32 whatever the precision
-                    weights[name] = tensors.unpacked(
-                        name, tuple(tensor.shape), dtype if tensor.dim() > 1 else torch.float32
-                    )
+                    kept = dtype if tensor.dim() > 1 else torch.float32
+                    weights[name] = tensors.values(name, tuple(tensor.shape), kept)
             tensors.check_unused()
             model, report = type(empty).from_pretrained(
                 None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from slipstream.checks import is_whole
 from slipstream.errors import SlipstreamError, UsageError, one_line, os_reason
 from slipstream.models.cpu.structs import TYPES, BlockFormat
 from slipstream.models.weights.model_files import MAGIC
@@ -40,7 +41,7 @@ SIZES = dict.fromkeys(("vocab_size", "embedding_length", "attention.head_count",
 OTHER_KINDS = {
     "adapter": "changes to another model",
     "mmproj": "the image or audio part of another model",
-    "imatrix": "statistics to quantise another model with",
+    "imatrix": "statistics to quantize another model with",
 }
 ALIGNMENT = 32  # bytes; files have this alignment unless they say another
 
@@ -65,6 +66,11 @@ class TensorEntry:
         return type_name(self.kind) if self.block is None else self.block.name
 
     @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of a matrix, or of a layer's experts one after the other."""
+        return prod(self.shape[:-1]), self.shape[-1]
+
+    @property
     def row_bytes(self) -> int | None:
         """Bytes of a row; None where the type is not known here."""
         return None if self.block is None else self.shape[-1] // self.block.size * self.block.bytes
@@ -73,7 +79,7 @@ class TensorEntry:
     def num_bytes(self) -> int:
         """Bytes of the whole tensor, whose type must be a known one."""
         if self.row_bytes is not None:
-            return prod(self.shape[:-1]) * self.row_bytes
+            return self.matrix[0] * self.row_bytes
         _, numbers, num_bytes = _other_types()[self.kind]
         return prod(self.shape) // numbers * num_bytes
 
@@ -118,8 +124,8 @@ class GGUFHeader:
         return scaling if linear is None else {"factor": linear} | scaling
 
     def wrong(self, what: str, allowed: str) -> SlipstreamError:
-        """The error of a file that is or has something which is not read."""
-        return SlipstreamError(f"model {str(self.file)!r}: {what}; allowed: {allowed}")
+        """The error of this file, as `wrong_file` words it."""
+        return wrong_file(self.file, what, allowed)
 
     def array(self, name: str) -> list[Any]:
         """An array of the metadata; empty where there is none of this name."""
@@ -143,9 +149,7 @@ class GGUFHeader:
             kind = "mmproj"
         if kind != "model":
             what = OTHER_KINDS.get(kind, "")
-            raise SlipstreamError(
-                f"model {str(self.file)!r}: general.type is {str(kind)[:60]!r}{what and f', {what}'}; allowed: 'model'"
-            )
+            raise self.wrong(f"general.type is {str(kind)[:60]!r}{what and f', {what}'}", "'model'")
         if not self.tensors:
             raise SlipstreamError(
                 f"model {str(self.file)!r} holds a vocabulary and no tensors; allowed: a file with the model's weights"
@@ -156,10 +160,13 @@ class GGUFHeader:
             value = self.values.get(f"{self.architecture}.{name}")
             largest_allowed = len(layers) if name == "block_count" else largest
             if isinstance(value, int) and not least <= value <= largest_allowed:
-                raise SlipstreamError(
-                    f"model {str(self.file)!r}: {self.architecture}.{name} is {value:,}; "
-                    f"allowed: {least} to {largest_allowed:,}, by the file's tensors"
-                )
+                allowed = f"{least} to {largest_allowed:,}, by the file's tensors"
+                raise self.wrong(f"{self.architecture}.{name} is {value:,}", allowed)
+
+
+def wrong_file(file: Path, what: str, allowed: str) -> SlipstreamError:
+    """The error of a file that is or has something which is not read."""
+    return SlipstreamError(f"model {str(file)!r}: {what}; allowed: {allowed}")
 
 
 def _check_layout(file: Path, tensors: dict[str, TensorEntry]) -> None:
@@ -169,11 +176,9 @@ def _check_layout(file: Path, tensors: dict[str, TensorEntry]) -> None:
     for entry in sorted(tensors.values(), key=lambda entry: entry.start):
         _check_type(entry)
         if 0 in entry.shape:
-            if max(entry.shape) > size:
-                raise _wrong(entry, f"is {list(entry.shape)}; allowed: dimensions up to the file's {size:,} bytes")
-            continue  # it has no bytes
+            raise _wrong(entry, f"is {list(entry.shape)}", "dimensions of at least 1")
         if before is not None and entry.start < before[0]:
-            raise _wrong(entry, f"begins within tensor {before[1]!r}; allowed: tensors that do not overlap")
+            raise _wrong(entry, f"begins within tensor {before[1]!r}", "tensors that do not overlap")
         end = entry.start + entry.num_bytes
         if end > size:
             raise SlipstreamError(
@@ -187,14 +192,14 @@ def _check_type(entry: TensorEntry) -> None:
     if entry.row_bytes is None and entry.kind not in (others := _other_types()):
         names = ", ".join(block.name for block in BLOCKS.values())
         other = "others that the gguf package names" if others else f"others after {INSTALL}"
-        raise _wrong(entry, f"is of the unknown {entry.kind_name}; allowed: {names}, and {other}")
+        raise _wrong(entry, f"is of the unknown {entry.kind_name}", f"{names}, and {other}")
     if entry.block is not None and entry.shape[-1] % entry.block.size:
         rows = f"has rows of {entry.shape[-1]} numbers in {entry.block.name}"
-        raise _wrong(entry, f"{rows}; allowed: multiples of {entry.block.size}")
+        raise _wrong(entry, rows, f"multiples of {entry.block.size}")
 
 
-def _wrong(entry: TensorEntry, what: str) -> SlipstreamError:
-    return SlipstreamError(f"model {str(entry.file)!r}: tensor {entry.name!r} {what}")
+def _wrong(entry: TensorEntry, what: str, allowed: str) -> SlipstreamError:
+    return wrong_file(entry.file, f"tensor {entry.name!r} {what}", allowed)
 
 
 def ends_within(entry: TensorEntry) -> SlipstreamError:
@@ -244,11 +249,21 @@ class _Reader:
                 raise EOFError(f"a text of {length} bytes")
         self.position = offset
 
+    def _strings(self, count: int) -> list[str]:
+        start, offset, strings, length_at = self.position, 0, [], struct.Struct("<Q").unpack_from
+        self._skip_strings(count)
+        data = self.data[start : self.position]
+        for _ in range(count):
+            end = offset + 8 + length_at(data, offset)[0]
+            strings.append(data[offset + 8 : end].decode(errors="replace"))
+            offset = end
+        return strings
+
     def array(self, inner: int) -> list[Any]:
         """The items of an array of texts or numbers of this type, whose size `value` has checked before."""
         count = self.number("Q")
         if inner == STRING:
-            return [self.string() for _ in range(count)]
+            return self._strings(count)
         items = struct.unpack_from(f"<{count}{SCALARS[inner]}", self.data, self.position)
         return list(items)
 
@@ -297,20 +312,16 @@ def read_header(file: Path) -> GGUFHeader:
         tensors |= other.tensors
     declared = parts[0].values.get("split.tensors.count", len(tensors))
     if declared != len(tensors):
-        raise SlipstreamError(
-            f"model {str(parts[0].file)!r}: its {count} parts have {len(tensors)} tensors; "
-            f"allowed: {declared}, as split.tensors.count says"
-        )
+        what = f"its {count} parts have {len(tensors)} tensors"
+        raise parts[0].wrong(what, f"{declared}, as split.tensors.count says")
     digest = hashlib.sha256("".join(other.digest for other in parts).encode()).hexdigest()[:16]
     return replace(parts[0], tensors=tensors, digest=digest, parts=tuple(files))
 
 
 def _part_number(part: GGUFHeader, name: str, least: int) -> int:
     value = part.values.get(name)
-    if not isinstance(value, int) or not least <= value <= MAX_PARTS:
-        raise SlipstreamError(
-            f"model {str(part.file)!r}: {name} is {value!r}; allowed: a whole number from {least} to {MAX_PARTS:,}"
-        )
+    if not is_whole(value, least, MAX_PARTS):
+        raise part.wrong(f"{name} is {value!r}", f"a whole number from {least} to {MAX_PARTS:,}")
     return value
 
 
@@ -335,7 +346,7 @@ def _part_files(part: GGUFHeader, count: int) -> list[Path]:
 
 
 def _two_tensors(file: Path, name: str) -> SlipstreamError:
-    return SlipstreamError(f"model {str(file)!r}: two tensors are called {name!r}; allowed: a name for each")
+    return wrong_file(file, f"two tensors are called {name!r}", "a name for each")
 
 
 def _gguf_names(folder: Path) -> list[str]:
@@ -349,7 +360,11 @@ def _read_part(file: Path) -> GGUFHeader:
     if not file.is_file():
         near = get_close_matches(file.name, _gguf_names(file.parent), 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"model {str(file)!r} does not exist; {hint}allowed: a readable .gguf file")
+        owner, repository, *path = (*file.parts, "", "")
+        hub = (
+            f", or on the hub {owner}/{repository}:{'/'.join(path[:-2])}" if path[2:] and not file.is_absolute() else ""
+        )
+        raise UsageError(f"model {str(file)!r} does not exist; {hint}allowed: a readable .gguf file{hub}")
     try:
         with file.open("rb") as stream:
             if stream.read(4) != MAGIC:
@@ -382,21 +397,18 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
     for _ in range(num_tensors):
         name, dimensions = reader.string(MAX_NAME), reader.number("I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
-            allowed = f"allowed: 1 to {MAX_DIMENSIONS}"
-            raise SlipstreamError(f"model {str(file)!r}: tensor {name!r} has {dimensions} dimensions; {allowed}")
+            raise wrong_file(file, f"tensor {name!r} has {dimensions} dimensions", f"1 to {MAX_DIMENSIONS}")
         shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
         if name in places:
             raise _two_tensors(file, name)
         places[name] = reader.number("I"), shape, reader.number("Q")
     alignment = values.get("general.alignment") or ALIGNMENT
-    if not isinstance(alignment, int) or alignment < 1:
-        raise SlipstreamError(
-            f"model {str(file)!r}: general.alignment is {alignment!r}; allowed: a whole number from 1"
-        )
+    if not is_whole(alignment, 1):
+        raise wrong_file(file, f"general.alignment is {alignment!r}", "a whole number from 1")
     for name, (_, _, offset) in places.items():
         if offset % alignment:
             begins = f"tensor {name!r} begins at byte {offset:,} of the data"
-            raise SlipstreamError(f"model {str(file)!r}: {begins}; allowed: multiples of {alignment}")
+            raise wrong_file(file, begins, f"multiples of {alignment}")
     data = -(-reader.position // alignment) * alignment
     with memoryview(reader.data) as view, view[: reader.position] as beginning:
         digest = hashlib.sha256(beginning).hexdigest()[:16]

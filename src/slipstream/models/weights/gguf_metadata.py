@@ -8,11 +8,12 @@ position.
 
 from __future__ import annotations
 
-from math import isfinite, log, pi, sqrt
+from math import log, pi, sqrt
 from typing import Any
 
 import numpy
 
+from slipstream.checks import is_number, is_whole
 from slipstream.errors import SlipstreamError
 from slipstream.models.weights.gguf_file import GGUFHeader
 
@@ -20,6 +21,7 @@ REQUIRED = object()  # the default of a value without which llama.cpp refuses a 
 FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 KIND_NAMES = {int: "a whole number from 0", float: "a finite number", bool: "true or false"}
+LARGEST = (1 << 31) - 1  # whole number
 PARTS = ("vision", "audio", "mm")  # towers of images and sounds, with which no text is read
 # of every architecture: what changes no logits, or is written for all and applies to some
 HARMLESS = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
@@ -35,19 +37,22 @@ class Metadata:
 
     def value(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
         """An int from 0, a finite float or a bool; of an array that is the same for all layers, its item."""
-        items = self.values(name, kind, default)
-        if isinstance(items, list):
-            if len(set(items)) != 1:
-                raise self.wrong(name, f"{items[:8]}{' ...' if len(items) > 8 else ''}", "the same for all layers")
-            return items[0]
-        return items
+        items = self._items(name, kind, None if default is REQUIRED else [default])
+        if len(set(items)) != 1:
+            raise self.wrong(name, f"{items[:8]}{' ...' if len(items) > 8 else ''}", "the same for all layers")
+        return items[0]
 
-    def values(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """The same, but an array as a list, with an item for each layer."""
+    def of_layers(self, name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+        """An item for each layer: those of an array, or the value that is the same for all."""
+        items = self._items(name, kind, default)
+        return items * self.header.values[f"{self._prefix}block_count"] if len(items) == 1 else items
+
+    def _items(self, name: str, kind: type, default: list[Any] | None) -> list[Any]:
+        """The items of an array, one for each layer, or a value alone. default: None: the file must have it."""
         self._known.add(name)
         key = self._prefix + name
         if key not in self.header.values:
-            if default is REQUIRED:
+            if default is None:
                 raise self.header.wrong(f"its metadata have no {key}", "a file that says it")
             return default
         value = self.header.values[key]
@@ -55,13 +60,10 @@ class Metadata:
         for item in items or [None]:
             if not _is(item, kind):
                 raise self.wrong(name, repr(item)[:60], KIND_NAMES[kind])
-        items = [_shortest(item) if kind is float else item for item in items]
-        if value is not None:
-            return items[0]
         num_layers = self.header.values.get(f"{self._prefix}block_count")
-        if len(items) != num_layers:
+        if value is None and len(items) != num_layers:
             raise self.wrong(name, f"an array of {len(items)}", f"an item for each of {num_layers} layers")
-        return items
+        return [shortest(item) if kind is float else item for item in items]
 
     def array(self, name: str) -> list[Any]:
         """An array that has no item per layer; empty where the file has none."""
@@ -124,21 +126,25 @@ class Metadata:
 def _is(item: Any, kind: type) -> bool:
     if kind is bool:
         return isinstance(item, bool)
-    if isinstance(item, bool):
-        return False
-    if kind is int:
-        return isinstance(item, int) and 0 <= item < 1 << 31
-    return isinstance(item, int | float) and isfinite(item)
+    return is_whole(item, 0, LARGEST) if kind is int else is_number(item)
 
 
-def _shortest(number: float) -> float:
+def shortest(number: float) -> float:
     """The shortest decimal of the same float32, which files hold: 1e-05 for 9.99999974e-06."""
     return float(str(numpy.float32(number)))
 
 
+def rotary_base(metadata: Metadata, name: str, default: float) -> float:
+    """The base of the rotary positions. It must be above 1, since YaRN divides by its logarithm."""
+    base: float = metadata.value(name, float, default)
+    if base <= 1:
+        raise metadata.wrong(name, base, "a number above 1")
+    return base
+
+
 def rope_parameters(metadata: Metadata, scalings: tuple[str, ...]) -> dict[str, Any]:
     """The rotary settings for a configuration. scalings: those that the architecture's model computes."""
-    theta = metadata.value("rope.freq_base", float, 10000.0)
+    theta = rotary_base(metadata, "rope.freq_base", 10000.0)
     settings = {"rope_type": "default", "rope_theta": theta}
     scaled = _by_metadata(metadata) | _by_factors(metadata, theta) | _by_two_factors(metadata)
     if scaled and scaled["rope_type"] not in scalings:
@@ -158,9 +164,12 @@ def _by_metadata(metadata: Metadata) -> dict[str, Any]:
     if is_none and scaling.get("attn_factor", 1.0) == 1.0:
         return {}
     names = {"type", "factor", "original_context_length", "finetuned"}
-    numbers = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    numbers = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
     if kind == "yarn":
         names |= {*numbers, "yarn_log_multiplier"}
+        usual = 0.1 * log(_scale(metadata, "factor")) + 1
+        if "attn_factor" in scaling and abs(_scale(metadata, "attn_factor") - usual) < 1e-4:
+            names.add("attn_factor")  # older files of OLMo 3 say what YaRN computes without it
     if kind not in ("linear", "yarn") or not scaling.keys() <= names:
         raise metadata.header.wrong(
             f"rope.scaling is {dict(scaling)}", f"types none, linear and yarn, with {', '.join(sorted(names))}"
@@ -174,9 +183,9 @@ def _by_metadata(metadata: Metadata) -> dict[str, Any]:
 
 def _scale(metadata: Metadata, name: str) -> float:
     value = metadata.scaling().get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value >= 1):
+    if not is_number(value, 1):
         raise metadata.wrong(f"rope.scaling.{name}", repr(value), "a number from 1")
-    return _shortest(value)
+    return shortest(value)
 
 
 def _by_factors(metadata: Metadata, theta: float) -> dict[str, Any]:
@@ -221,8 +230,8 @@ def _by_two_factors(metadata: Metadata) -> dict[str, Any]:
     settings = {
         "rope_type": "longrope",
         "original_max_position_embeddings": original,
-        "long_factor": [_shortest(number) for number in long],
-        "short_factor": [_shortest(number) for number in short],
+        "long_factor": [shortest(number) for number in long],
+        "short_factor": [shortest(number) for number in short],
     }
     by_length = sqrt(1 + log(length / original) / log(original)) if length > original > 1 else 1.0
     attention = metadata.value("rope.scaling.attn_factor", float, by_length)

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from math import prod
 from threading import Lock
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 from weakref import finalize
 
@@ -25,18 +24,26 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cache_folder import panels_folder
-from slipstream.models.cpu.block_experts import ExpertSizes, ExpertStacks, Stack
-from slipstream.models.cpu.block_linear import BlockPart, Memory, Table, fits_blocks, panels_size
+from slipstream.models.cpu.block_experts import ExpertStacks, Stack
+from slipstream.models.cpu.block_linear import BlockPart, Memory, Table, fits_blocks
 from slipstream.models.cpu.expert_store import ExpertStore
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 from slipstream.models.cpu.kernel_libraries import block_kernels
+from slipstream.models.cpu.latent_heads import LatentStacks, latent_of, stacks_of_part
 from slipstream.models.cpu.processor import NoKernelsError, memory_bytes
-from slipstream.models.cpu.structs import LANES, TYPES, BlockFormat, FilePieceStruct
-from slipstream.models.weights.gguf_architectures import Order, Source, architecture_of, settings_of, source_of
+from slipstream.models.cpu.structs import TYPES, BlockFormat, FilePieceStruct
+from slipstream.models.decoder.plan import ExpertsPlan, LatentPlan
+from slipstream.models.weights.gguf_architectures import (
+    Order,
+    Source,
+    architecture_of,
+    settings_of,
+    source_of,
+)
 from slipstream.models.weights.gguf_file import INSTALL, GGUFHeader, TensorEntry, ends_within
 from slipstream.models.weights.gguf_metadata import FACTORS, LONG_FACTORS, SHORT_FACTORS
-from slipstream.models.weights.panel_files import PIECE, mapped_panels, matrix_shape
+from slipstream.models.weights.panel_files import PIECE, mapped_panels, packed_size
 from slipstream.models.weights.unused_tensors import refuse_unused
 
 log = logging.getLogger("slipstream")
@@ -61,7 +68,7 @@ class PackedAhead:
         entries = []
         if os.name == "posix":  # the kernels read the file by pread
             entries = [entry for entry in header.tensors.values() if _is_packed(header, entry)]
-        size, available = sum(_panels_size(entry, library) for entry in entries), memory_bytes()
+        size, available = sum(packed_size(entry, library) for entry in entries), memory_bytes()
         is_large = available is not None and size > LARGE * available
         mapped = mapped_panels(header, entries, library) if is_large else None
         self.store: ExpertStore | None = None
@@ -75,7 +82,7 @@ class PackedAhead:
             )
         memory: Memory = mapped or HugePages()
         self._parts = {
-            entry.name: BlockPart(check_kind(entry), matrix_shape(entry), None, library, memory) for entry in entries
+            entry.name: BlockPart(check_kind(entry), entry.matrix, None, library, memory) for entry in entries
         }
         by_file = [[entry for entry in entries if entry.file == file and mapped is None] for file in header.parts]
         self._files = [_FilePieces(group, self._parts, is_large) for group in by_file if group]
@@ -133,7 +140,7 @@ class _FilePieces:
         self._next.value = len(self._pieces)
 
 
-def _piece(entry: TensorEntry, part: BlockPart, first: int, last: int) -> FilePieceStruct:
+def _piece(entry: TensorEntry, part: BlockPart, first: int, last: int) -> ctypes.Structure:
     start = entry.start + first * part.row_bytes
     return FilePieceStruct(part.block.code, last - first, part.inputs, start, part.from_row(first))
 
@@ -149,22 +156,18 @@ def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
     return not stays_in_file(header, entry.name)
 
 
-def _panels_size(entry: TensorEntry, library: Any) -> int:
-    return panels_size(check_kind(entry), matrix_shape(entry), library)
-
-
 def _expert_store(
     header: GGUFHeader, entries: Sequence[TensorEntry], library: Any, available: int
 ) -> ExpertStore | None:
     """Memory for the experts in use, as much as is left; None if there are no experts, or room for all matrices."""
-    sizes = {entry.name: _panels_size(entry, library) for entry in entries}
+    sizes = {entry.name: packed_size(entry, library) for entry in entries}
     experts = [entry for entry in entries if EXPERTS in entry.name]
     others, bytes_of_expert = sum(sizes.values()) - sum(sizes[entry.name] for entry in experts), dict[str, int]()
     for entry in experts:
         layer = entry.name.split(".")[1]
         bytes_of_expert[layer] = bytes_of_expert.get(layer, 0) + sizes[entry.name] // entry.shape[0]
-    largest, most = max(bytes_of_expert.values(), default=0), max((entry.shape[0] for entry in experts), default=0)
-    needed = others + largest * most
+    largest, count = max(bytes_of_expert.values(), default=0), max((entry.shape[0] for entry in experts), default=0)
+    needed = others + largest * count
     if needed > FILLED * available:
         raise header.wrong(
             f"it takes {needed / 1e9:.1f} GB of memory at once, and its panels cannot be kept in {panels_folder()}",
@@ -173,27 +176,17 @@ def _expert_store(
         )
     if not experts:
         return None
-    num_slots = min(int((FILLED * available - others) // largest), most * len(bytes_of_expert))
+    num_slots = min(int((FILLED * available - others) // largest), count * len(bytes_of_expert))
     return ExpertStore(header.parts, largest, num_slots)
 
 
 def check_single(header: GGUFHeader) -> None:
-    """Raise `NotInBlocksError` if a matrix is made from tensors that cannot be joined, before anything is packed."""
+    """Raise `NotInBlocksError` if a matrix is made from the numbers of several tensors, before anything is packed."""
+    config = SimpleNamespace(**settings_of(header))
     for parameter, source in architecture_of(header).tensors.items():
-        if isinstance(source, Source) and len(source.names) > 1 and "experts" not in parameter:
-            ends, by_layer = tuple(f".{name}.weight" for name in source.names), dict[str, list[TensorEntry]]()
-            for name, entry in header.tensors.items():
-                if name.endswith(ends):
-                    by_layer.setdefault(name.split(".")[1], []).append(entry)
-            if not all(_can_be_joined(source, entries) for entries in by_layer.values()):
-                raise _made_from(parameter, source.names)
-
-
-def _can_be_joined(source: Source, entries: Sequence[TensorEntry]) -> bool:
-    """True if the rows of these tensors, one after the other, are a matrix in blocks: of one type, in whole panels."""
-    has_whole_panels = all(prod(entry.shape[:-1]) % LANES == 0 for entry in entries)
-    is_in_order = source.change is None and source.order is None
-    return is_in_order and has_whole_panels and len({entry.kind for entry in entries}) == 1
+        is_made = isinstance(source, Source) and len(source.names) > 1 and source.change and "experts" not in parameter
+        if is_made and latent_of(config, f".{parameter}") is None:
+            raise _made_from(parameter, cast(Source, source).names)
 
 
 def _made_from(parameter: str, tensors: Sequence[str]) -> NotInBlocksError:
@@ -213,7 +206,7 @@ class RowReader:
 
     def rows(self, entry: TensorEntry, first: int, last: int) -> Any:
         """[last - first, bytes] uint8."""
-        row_bytes = entry.num_bytes // prod(entry.shape[:-1])
+        row_bytes = entry.num_bytes // entry.matrix[0]
         size = (last - first) * row_bytes
         if len(self._space) < size:
             self._space = bytearray(size)
@@ -243,7 +236,7 @@ class RowsOfFile:
     """
 
     def __init__(self, entry: TensorEntry, library: Any, scale: Tensor | None = None) -> None:
-        """scale: see `BlockPart.scale`."""
+        """scale: multiplies all weights, see `BlockPart.scale`."""
         self.outputs, self.inputs = entry.shape
         self._entry, self._library, self._scale = entry, library, scale
         self._stream, self._lock = entry.file.open("rb", buffering=0), Lock()
@@ -309,10 +302,8 @@ class GGUFTensors:
     def _source(self, parameter: str) -> Source:
         source = source_of(self._architecture, parameter)
         if source is None:
-            raise SlipstreamError(
-                f"model {str(self.header.file)!r}: no tensor of architecture {self.header.architecture!r} is known for "
-                f"the model's {parameter!r}; allowed: settings whose parameters are known"
-            )
+            what = f"no tensor of architecture {self.header.architecture!r} is known for the model's {parameter!r}"
+            raise self.header.wrong(what, "settings whose parameters are known")
         return source
 
     def _order(self, order: Order | None, count: int) -> Any:
@@ -325,11 +316,7 @@ class GGUFTensors:
             raise self.header.wrong(f"a tensor has {count} rows", "whole heads, by the file's metadata") from error
         return None if (places == numpy.arange(count)).all() else places
 
-    def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        """A parameter [shape] in float32, unpacked where its tensor is quantised."""
-        return self.unpacked(parameter, shape, torch.float32)
-
-    def unpacked(self, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def values(self, parameter: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """A parameter [shape] whatever the types of its tensors, in floating point."""
         source, entries = self._source(parameter), self.tensors(parameter)
         numbers = []
@@ -339,7 +326,7 @@ class GGUFTensors:
             numbers.append(tensor if scale is None else tensor * scale.view(-1, *[1] * (tensor.dim() - 1)))
         try:
             if source.change is not None:
-                joined = source.change(self._settings, numbers)
+                joined = source.change(*numbers)
             else:
                 joined = numbers[0] if len(numbers) == 1 else torch.cat(numbers, max(numbers[0].dim() - 2, 0))
         except (RuntimeError, ValueError, IndexError) as error:
@@ -357,9 +344,9 @@ class GGUFTensors:
 
     def _numbers(self, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
         """A whole tensor, unpacked some rows at a time."""
-        rows = prod(entry.shape[:-1])
-        matrix = TensorEntry(entry.name, entry.kind, (rows, entry.shape[-1]), entry.start, entry.file)
-        numbers, step = torch.empty(matrix.shape, dtype=dtype), max(1, UNPACKED // max(entry.shape[-1], 1))
+        rows, columns = entry.matrix
+        matrix = replace(entry, shape=entry.matrix)
+        numbers, step = torch.empty(matrix.shape, dtype=dtype), max(1, UNPACKED // max(columns, 1))
         for first in range(0, rows, step):
             piece = unpacked_rows(matrix, self._reader.rows(matrix, first, min(first + step, rows)))
             if not bool(torch.isfinite(piece).all()):
@@ -381,10 +368,8 @@ class GGUFTensors:
     def check_shape(self, entry: TensorEntry, shape: tuple[int, ...], joined: tuple[int, ...] | None = None) -> None:
         """Refuse a tensor of another shape than the configuration says. joined: with its parts, if any."""
         if (joined or entry.shape) != shape:
-            raise SlipstreamError(
-                f"model {str(self.header.file)!r}: tensor {entry.name!r} is {list(joined or entry.shape)}; "
-                f"allowed: {list(shape)}, by the file's own configuration"
-            )
+            what = f"tensor {entry.name!r} is {list(joined or entry.shape)}"
+            raise self.header.wrong(what, f"{list(shape)}, by the file's own configuration")
 
     def check_unused(self) -> None:
         """Refuse a file whose tensors the model does not use."""
@@ -394,17 +379,25 @@ class GGUFTensors:
         refuse_unused(str(self.header.file), self.header.tensors.keys() - self._used, ignored)
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
+        """A matrix of the file [shape] that is a single tensor."""
+        (part,) = self.parts(parameter, shape, library)
+        return part
+
+    def parts(self, parameter: str, shape: tuple[int, int], library: Any) -> list[BlockPart]:
         """A matrix of the file [shape] for the kernels."""
         entries, order, columns = self._matrix(parameter, shape)
         parts = []
         for entry in entries:
-            packed = self._ahead.part(entry.name) if self._ahead is not None and order is None else None
-            parts.append(packed or self._reader.part(entry, library, self._memory, order))
-        part = parts[0] if len(parts) == 1 else joined_parts(parts, self._memory)
-        part.scale = self._scale(entries[0])  # of a joint matrix there is none, see `_matrix`
-        if columns is not None:
-            part.inputs_from = torch.from_numpy(numpy.argsort(columns))
-        return part
+            packed = self._packed(entry) if order is None else None
+            part = packed or self._reader.part(entry, library, self._memory, order)
+            part.scale = self._scale(entry)
+            part.inputs_from = None if columns is None else torch.from_numpy(numpy.argsort(columns))
+            parts.append(part)
+        return parts
+
+    def _packed(self, entry: TensorEntry) -> BlockPart | None:
+        """The matrix that was packed ahead, if it was."""
+        return None if self._ahead is None else self._ahead.part(entry.name)
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
         """A matrix of the file [shape] of which single rows are needed."""
@@ -413,7 +406,7 @@ class GGUFTensors:
             return RowsOfFile(entries[0], library, self._scale(entries[0]))
         return self.part(parameter, shape, library)
 
-    def experts(self, block: str, sizes: ExpertSizes, library: Any) -> ExpertStacks:
+    def experts(self, block: str, plan: ExpertsPlan, library: Any) -> ExpertStacks:
         """The matrices and biases of a block's experts as the file has them, whatever their order in the model."""
         store = None if self._ahead is None else self._ahead.store
 
@@ -423,41 +416,60 @@ class GGUFTensors:
             biases = self.tensors(f"{block}.experts.{parameter}_bias") if has_bias else [None] * len(entries)
             rows, result = matrices * outputs // len(entries), list[Stack]()
             for entry, bias_entry in zip(entries, biases, strict=True):
-                self.check_shape(entry, (sizes.experts, rows, inputs))
+                self.check_shape(entry, (plan.count, rows, inputs))
                 kind, row_bytes = check_kind(entry), cast(int, entry.row_bytes)
-                part = self._ahead.part(entry.name) if self._ahead is not None else None
+                part = self._packed(entry)
                 if part is None and store is None:
-                    matrix = replace(entry, shape=(sizes.experts * rows, inputs))
-                    part = self._reader.part(matrix, library, self._memory, None)
+                    part = self._reader.part(replace(entry, shape=entry.matrix), library, self._memory, None)
                 bias, scales = None, self._scale(entry)
                 if bias_entry is not None:
-                    self.check_shape(bias_entry, (sizes.experts, rows))
+                    self.check_shape(bias_entry, (plan.count, rows))
                     bias = self._numbers(bias_entry, torch.float32)
                 for first in range(0, rows, outputs):
                     part_bias = None if bias is None else bias[:, first : first + outputs].contiguous()
                     if part is not None:
-                        stack = Stack.rows_of(part, sizes.experts, first, outputs, part_bias)
+                        stack = Stack.rows_of(part, plan.count, first, outputs, part_bias)
                     else:
                         assert store is not None
                         in_file = store.rows(entry.file, entry.start + first * row_bytes, rows * row_bytes)
-                        stack = Stack(kind, [0] * sizes.experts, [], part_bias, in_file)
+                        stack = Stack(kind, [0] * plan.count, [], part_bias, in_file)
                     result.append(replace(stack, scales=scales))
             return result
 
-        gate, up = stacks("gate_up_proj", sizes.inner, sizes.hidden, 2)
-        (down,) = stacks("down_proj", sizes.hidden, sizes.inner, 1)
+        gate, up = stacks("gate_up_proj", plan.inner, plan.hidden, 2)
+        (down,) = stacks("down_proj", plan.hidden, plan.inner, 1)
         return ExpertStacks(gate, up, down, store)
+
+    def latent(self, parameter: str, plan: LatentPlan, library: Any) -> LatentStacks:
+        """The matrices of latent attention's heads, which older files have in one tensor, as the model has."""
+        entries = self.tensors(parameter)
+        heads, rank, plain, values = plan.count, plan.rank, plan.plain, plan.values
+        shapes = [plan.shape] if len(entries) == 1 else [(heads, rank, plain), (heads, values, rank)]
+        parts, scales = list[BlockPart](), list[Tensor | None]()
+        for entry, shape in zip(entries, shapes, strict=True):
+            self.check_shape(entry, shape)
+            if not fits_blocks(shape[-1], check_kind(entry)):
+                raise NotInBlocksError(f"tensor {entry.name!r} has rows of {shape[-1]} numbers, not whole blocks")
+            matrix = replace(entry, shape=entry.matrix)
+            parts.append(self._packed(entry) or self._reader.part(matrix, library, self._memory, None))
+            scales.append(self._scale(entry))
+        if len(parts) == 1:
+            parts[0].scale = scales[0]
+            return stacks_of_part(parts[0], plan)
+        keys, of_values = (
+            replace(Stack.rows_of(part, heads, 0, outputs), scales=scale)
+            for part, outputs, scale in zip(parts, (rank, values), scales, strict=True)
+        )
+        return keys, of_values
 
     def _matrix(self, parameter: str, shape: tuple[int, int]) -> tuple[list[TensorEntry], Any, Any]:
         """The tensors whose rows are a matrix, and the file's row of each row and column of each column.
 
-        None for the same order. Raises `NotInBlocksError` if its numbers are not those of tensors of one type, in whole
-        panels.
+        None for the same order. Raises `NotInBlocksError` if its numbers are not those of the tensors.
         """
         source, entries = self._source(parameter), self.tensors(parameter)
         rows = shape[0] // len(entries)
-        is_joint = _can_be_joined(source, entries) and all(self._scale(entry) is None for entry in entries)
-        if source.change is not None or (len(entries) > 1 and not is_joint):
+        if source.change is not None or (len(entries) > 1 and source.order is not None):
             raise _made_from(parameter, [entry.name for entry in entries])
         for entry in entries:
             self.check_shape(entry, (rows, shape[1]))
@@ -466,14 +478,6 @@ class GGUFTensors:
                     f"tensor {entry.name!r} has rows of {shape[1]} numbers; computed with: multiples of 32"
                 )
         return entries, self._order(source.order, shape[0]), self._order(source.columns, shape[1])
-
-
-def joined_parts(parts: Sequence[BlockPart], memory: HugePages) -> BlockPart:
-    """One matrix with the rows of several of the same type, each of whole panels."""
-    shape = sum(part.outputs for part in parts), parts[0].inputs
-    joined = BlockPart(parts[0].block, shape, None, parts[0].library, memory)
-    joined.data.copy_(torch.cat([part.data for part in parts]))
-    return joined
 
 
 def unpacked_rows(entry: TensorEntry, rows: Any) -> Tensor:

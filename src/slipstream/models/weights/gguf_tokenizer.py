@@ -233,8 +233,8 @@ def read_tokenizer(header: GGUFHeader) -> FileTokenizer | None:
         backend = _sentencepiece(header, tokens) if split is None else _byte_level(header, tokens, unsplit, split)
         for special, kind_of_token in ((True, CONTROL), (False, USER_DEFINED)):
             texts = (text for text in unsplit if unsplit[text] == kind_of_token)
-            whole = [text for text in texts if backend.token_to_id(text) is not None]
-            added = [AddedToken(text, normalized=False, special=special) for text in whole]
+            texts = (text for text in texts if backend.token_to_id(text) is not None)
+            added = [AddedToken(text, normalized=False, special=special) for text in texts]
             (backend.add_special_tokens if special else backend.add_tokens)(added)
     except Exception as error:
         if type(error) is not Exception:  # what the tokenizers package raises has no kind of its own
@@ -245,7 +245,18 @@ def read_tokenizer(header: GGUFHeader) -> FileTokenizer | None:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if (number := _token_id(header, key, len(tokens))) is not None
     }
-    tokenizer = FileTokenizer(backend, named, header.values.get("tokenizer.chat_template") or None)
+    # the second of each pair is the older name of the key
+    infill = [
+        next((number for key in keys if (number := _token_id(header, key, len(tokens))) is not None), None)
+        for keys in (("fim_pre", "prefix"), ("fim_suf", "suffix"), ("fim_mid", "middle"))
+    ]
+    infill_names = [tokens[number] for number in infill if number is not None]
+    tokenizer = FileTokenizer(
+        backend,
+        named,
+        header.values.get("tokenizer.chat_template") or None,
+        infill_names if len(infill_names) == len(infill) else (),
+    )
     by_default = kind == "llama" if split is None else split.adds_bos  # as llama.cpp does
     tokenizer.enclose(
         begins=bool(header.values.get("tokenizer.ggml.add_bos_token", by_default)),

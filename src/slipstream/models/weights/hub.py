@@ -59,20 +59,26 @@ def why_unreachable() -> str | None:
 @lru_cache(maxsize=1)
 def _why_unreachable(endpoint: str, _period: int) -> str | None:
     """_period: a new one makes the memo ask again."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
-    network_error: Any = vars(errors)["HTTPError"]  # of httpx or httpx2, whichever this version uses
     begin = time.monotonic()
     while True:
         try:
             # connecting over a slow line takes seconds; whoever needs longer sets HF_HUB_ETAG_TIMEOUT
             get_session().head(endpoint, timeout=constants.HF_HUB_ETAG_TIMEOUT)
             return None
-        except network_error as error:
+        except network_error() as error:
             if time.monotonic() - begin > PAUSE_SECONDS:  # the second try, or one that took long
                 return one_line(error)
         time.sleep(PAUSE_SECONDS)
+
+
+def network_error() -> Any:
+    """The class of errors of the network: httpx's or httpx2's, whichever this version of huggingface_hub uses."""
+    from huggingface_hub import errors
+
+    return vars(errors)["HTTPError"]
 
 
 def _downloaded(repository: str, options: Mapping[str, Any]) -> Path | None:

@@ -52,7 +52,8 @@ def known_names() -> list[str]:
 
 def models_at_hand() -> str:
     """The end of a message about an unknown name: which models there are."""
-    return f"Available here: {', '.join(known_names())}; also allowed: a folder, a .gguf file or a hub id"
+    names = ", ".join(known_names())
+    return f"Available here: {names}; also allowed: a folder, a .gguf file, a hub id or a name from `slipstream models`"
 
 
 def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
@@ -64,14 +65,40 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
         return SlipstreamError(f"model {source!r} could not be loaded: {reason}")
     from huggingface_hub.constants import is_offline_mode  # which is not among what help and usage errors import
 
-    if is_offline_mode():
-        reason = "it is not asked, as HF_HUB_OFFLINE is set"
+    offline = "it is not asked, as HF_HUB_OFFLINE is set" if is_offline_mode() else None
+    reason = offline or _why_refused(folder, error) or reason
     nearest = get_close_matches(source, known_names(), 1)
+    gguf = f" (if it has GGUF files, write {source}:Q4_K_M)" if "config.json" in reason else ""
     hints = "" if "/" in source else f" {models_at_hand()}{f' (did you mean {nearest[0]}?)' if nearest else ''}."
     return SlipstreamError(
         f"model {source!r} was not found locally, and could not be downloaded from the Hugging Face Hub.{hints} "
-        f"The hub: {reason.partition('. ')[0]}"
+        f"The hub: {reason.partition('. ')[0]}{gguf}"
     )
+
+
+def _why_refused(repository: str, error: BaseException | None) -> str | None:
+    """What a refusal of the hub means, and what to do; None if neither the error nor its causes are one."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    while error is not None and not isinstance(error, HfHubHTTPError):
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{repository} is gated: accept its terms at https://huggingface.co/{repository}, then run `hf auth login` "
+            "or set HF_TOKEN to a token of that account"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"there is no repository {repository} that you may read: check the name; for a private one run `hf auth "
+            "login` or set HF_TOKEN"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repository} has no such revision"
+    if (status := error.response.status_code) in (401, 403):
+        return f"it refuses access with status {status}: check the token in HF_TOKEN or of `hf auth login`"
+    return None
 
 
 def code_of_its_own(source: str, error: Exception) -> SlipstreamError | None:

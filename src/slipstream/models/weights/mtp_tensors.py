@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are multi-token-prediction layers, recognised by their names.
+"""Which tensors of a checkpoint are multi-token-prediction layers, recognized by their names.
 
 They follow the target's layers (`model.layers.61`, of DeepSeek-V3 and GLM-4.5), or are under `mtp` (Qwen3-Next,
 Qwen3.5) or `model.mtp_layers` (MiMo). Transformers leaves them out of the target.
@@ -20,7 +20,7 @@ PARTS = {  # of a layer, beside its decoder layer
     "norm": ("shared_head.norm.weight", "norm.weight", "final_layernorm.weight"),
 }
 PART_OF = {name: part for part, names in PARTS.items() for name in names}
-OF_QUANTISED = re.compile(r"\.(?:qweight|qzeros|scales|g_idx|_?weight_\w+|input_scale)$")  # beside or for ".weight"
+OF_QUANTIZED = re.compile(r"\.(?:qweight|qzeros|scales|g_idx|_?weight_\w+|input_scale)$")  # beside or for ".weight"
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
 
 
@@ -34,25 +34,25 @@ class LayerTensors:
     parts: dict[str, str] = field(default_factory=dict)
     block: dict[str, str] = field(default_factory=dict)
     copies: list[str] = field(default_factory=list)
-    quantised: list[str] = field(default_factory=list)  # codes, scales and zero points of its matrices
+    quantized: list[str] = field(default_factory=list)  # codes, scales and zero points of its matrices
 
     @property
     def names(self) -> list[str]:
-        return [*self.parts.values(), *self.block.values(), *self.copies, *self.quantised]
+        return [*self.parts.values(), *self.block.values(), *self.copies, *self.quantized]
 
 
 def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
     """The MTP layers among a checkpoint's tensors, in order. num_layers: the target's own."""
-    layers, of_all, quantised_of_all = dict[int, LayerTensors](), dict[str, str](), list[str]()
+    layers, of_all, quantized_of_all = dict[int, LayerTensors](), dict[str, str](), list[str]()
     for name in names:
-        weight = OF_QUANTISED.sub(".weight", name)
+        weight = OF_QUANTIZED.sub(".weight", name)
         if match := IN_LAYERS.fullmatch(weight):
             number = int(match[1])
         elif match := AFTER_LAYERS.fullmatch(weight):
             number = int(match[1]) - num_layers
         elif (match := OF_ALL.fullmatch(weight)) and match[1] in PART_OF:
             of_all[PART_OF[match[1]]] = name
-            quantised_of_all += [name] if name != weight else []
+            quantized_of_all += [name] if name != weight else []
             continue
         else:
             continue
@@ -60,7 +60,7 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
             continue
         layer = layers.setdefault(number, LayerTensors())
         if name != weight:
-            layer.quantised.append(name)
+            layer.quantized.append(name)
         if match[2] in PART_OF:
             layer.parts[PART_OF[match[2]]] = name
         elif match[2] in SHARED:
@@ -70,12 +70,12 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> list[LayerTensors]:
     in_order = [layers[number] for number in sorted(layers)]
     for layer in in_order:
         layer.parts = of_all | layer.parts
-        layer.quantised += quantised_of_all
+        layer.quantized += quantized_of_all
     return [layer for layer in in_order if layer.parts.keys() == PARTS.keys()]
 
 
 def of_another_form(names: Iterable[str], num_layers: int) -> str | None:
-    """A tensor of MTP layers that `mtp_layers` does not recognise; None if there is none."""
+    """A tensor of MTP layers that `mtp_layers` does not recognize; None if there is none."""
     matches = ((name, AFTER_LAYERS.fullmatch(name)) for name in names)
     is_mtp = (name for name, match in matches if "mtp" in name.split(".") or (match and int(match[1]) >= num_layers))
     return min(is_mtp, default=None)

@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,6 @@ SAMPLE = 4096  # bytes of each tensor that tell files with equal headers apart
 PROBE_INPUTS = 512
 PIECE = 1 << 22  # bytes of the GGUF file that a thread packs at a time
 LARGEST_SHARE = 0.9  # of the free space on the disk
-
-
-def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
-    """Rows and columns of a matrix, or of a layer's experts one after the other."""
-    return prod(entry.shape[:-1]), entry.shape[-1]
 
 
 class MappedPanels:
@@ -68,7 +62,7 @@ def mapped_panels(header: GGUFHeader, entries: Sequence[TensorEntry], library: A
     """
     source = _identity(header, entries)
     file = panels_folder() / f"{header.stem}-{source}-{_layout(entries, library)}{PANELS}"
-    size = sum(_size(entry, library) for entry in entries)
+    size = sum(packed_size(entry, library) for entry in entries)
     if not _is_whole(file, size):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -92,8 +86,9 @@ def mapped_panels(header: GGUFHeader, entries: Sequence[TensorEntry], library: A
     return MappedPanels(file)
 
 
-def _size(entry: TensorEntry, library: Any) -> int:
-    return panels_size(_block(entry), matrix_shape(entry), library)
+def packed_size(entry: TensorEntry, library: Any) -> int:
+    """Bytes of a matrix's panels."""
+    return panels_size(_block(entry), entry.matrix, library)
 
 
 def _block(entry: TensorEntry) -> BlockFormat:
@@ -146,7 +141,7 @@ def _make_room(file: Path, prefix: str, size: int) -> None:
 
 
 def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], library: Any) -> None:
-    ends = list(accumulate(_size(entry, library) for entry in entries))
+    ends = list(accumulate(packed_size(entry, library) for entry in entries))
     pieces = [piece for entry, end in zip(entries, ends, strict=True) for piece in _pieces(entry, end, library)]
     name, size = header.file.name, ends[-1]
     message = f"packing {name!r} into {file} ({size / 1e9:.1f} GB, once) ..."
@@ -156,12 +151,12 @@ def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], libra
         try:
             with progress_bar(f"packing {name!r} (once)", message, TimeLeft(), total=len(pieces)) as progress:
 
-                def pack(piece: tuple[TensorEntry, FilePieceStruct, int, int]) -> None:
+                def pack(piece: tuple[TensorEntry, ctypes.Structure, int, int]) -> None:
                     entry, struct, place, num_bytes = piece
                     panels = torch.zeros(num_bytes, dtype=torch.uint8)
-                    struct.to, taken = panels.data_ptr(), ctypes.c_int64(0)
+                    struct.to, counter = panels.data_ptr(), ctypes.c_int64(0)
                     descriptor = sources[entry.file].fileno()
-                    if library.pack_pieces(descriptor, ctypes.byref(struct), 1, ctypes.byref(taken), 1) >= 0:
+                    if library.pack_pieces(descriptor, ctypes.byref(struct), 1, ctypes.byref(counter), 1) >= 0:
                         raise ends_within(entry)
                     rest = panels.numpy().data
                     while rest:
@@ -181,11 +176,11 @@ def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], libra
                 source.close()
 
 
-def _pieces(entry: TensorEntry, end: int, library: Any) -> Iterator[tuple[TensorEntry, FilePieceStruct, int, int]]:
+def _pieces(entry: TensorEntry, end: int, library: Any) -> Iterator[tuple[TensorEntry, ctypes.Structure, int, int]]:
     """A matrix's rows, and where their panels go and how many bytes they are. end: where its last panel ends."""
-    block, (outputs, inputs) = _block(entry), matrix_shape(entry)
+    block, (outputs, inputs) = _block(entry), entry.matrix
     panel_bytes, row_bytes = library.panel_bytes(block.code, inputs), inputs // block.size * block.bytes
-    start = end - _size(entry, library)
+    start = end - packed_size(entry, library)
     step = max(PIECE // row_bytes // LANES, 1) * LANES
     for first in range(0, outputs, step):
         rows = min(step, outputs - first)

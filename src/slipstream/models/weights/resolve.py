@@ -19,8 +19,11 @@ from slipstream.models.weights.model_files import (
     known_names,
     models_at_hand,
 )
+from slipstream.models.weights.named_models import short_names, what_to_write
 
-HUB_ADDRESS = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([^/\s]+/[^/\s?#]+)")  # of a model's page
+HUB_ADDRESS = re.compile(
+    r"https?://(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([^/\s]+/[^/\s?#]+)"
+)  # of a model's page
 SIMILAR = 0.75  # difflib's ratio from which a name is taken for a misspelling of another
 
 
@@ -75,13 +78,15 @@ def place_of(source: str, subfolder: str = "") -> str:
         raise UsageError("model 'toy' is built in and has no files; allowed here: a model of transformers")
     if "/" not in source and (nearest := get_close_matches(source, known_names(), 1, SIMILAR)):
         raise UsageError(f"unknown model {source!r}; did you mean {nearest[0]}? {models_at_hand()}")
+    if ":" in source.partition("/")[0] or any(name.startswith(f"{source.lower()}:") for name in short_names()):
+        raise UsageError(f"unknown model {source!r:.120}; {what_to_write(source)}")
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(source)
     except HFValidationError:
-        raise UsageError(f"model {source!r} cannot be a hub id; {models_at_hand()}") from None
+        raise UsageError(f"model {source!r:.200} cannot be a hub id; {models_at_hand()}") from None
     return source
 
 

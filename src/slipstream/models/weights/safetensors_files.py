@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,20 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError, one_line
+from slipstream.models.cpu.structs import BY_NAME
+from slipstream.models.weights.gguf_file import TensorEntry
 from slipstream.models.weights.model_files import NO_OPTIONS
 from slipstream.models.weights.transformers_reader import reader_errors
 from slipstream.models.weights.unused_tensors import refuse_unused
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-PLAIN = ("BF16", "F16", "F32", "F64", "I64", "BOOL")  # types of matrices that are not quantised
+PLAIN = ("BF16", "F16", "F32", "F64", "I64", "BOOL")  # types of matrices that are not quantized
+# names of a language model's tensors in a checkpoint that has more parts, and as the language model itself has them
+LANGUAGE_PART = (
+    (re.compile(r"^(?:model\.language_model|language_model\.model)\."), "model."),
+    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+)
 MAX_HEADER = 100_000_000  # bytes, as the safetensors package has it
 
 
@@ -38,7 +46,8 @@ def located(files: Mapping[str, Any]) -> dict[str, Any]:
 class CheckpointFiles:
     """The tensors of a model's safetensors files, each from the file that the index names.
 
-    shapes: by name; used: names that were read or marked as read.
+    Those of a language part have the names of a language model alone. shapes: by name; used: names that were read or
+    marked as read.
     """
 
     def __init__(self, source: str, folder: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
@@ -48,24 +57,29 @@ class CheckpointFiles:
         self.kinds = dict[str, str]()  # types of numbers, as safetensors calls them
         self.used = set[str]()
         self._files: dict[str, Any] = {}
+        self._places = dict[str, tuple[str, Path, int]]()  # the name in the file, the file, and the tensor's first byte
         self._copies: list[tuple[str, Any]] = []  # of tensors that are in several files, those that are not read
         paths, place_of = _paths(source, folder, options)
         for file in paths:
-            header = self._header(file)
+            header, data = self._header(file)
             self.metadata |= header.pop("__metadata__", {})
             try:
                 opened = safe_open(file, framework="pt")
             except reader_errors() as error:
                 reason = one_line(error)
                 raise SlipstreamError(f"model {source!r}: {file.name} could not be read: {reason}") from error
-            for name, entry in header.items():
-                if name in self._files and place_of.get(name) != file.name:
+            for stored, entry in header.items():
+                name = _in_language_model(stored)
+                if name in self._files and self._places[name][0] != stored:
+                    raise self.wrong(stored, f"is there as {self._places[name][0]!r}, too", "one tensor of each name")
+                if name in self._files and place_of.get(stored) != file.name:
                     self._copies.append((name, opened))
                     continue
                 if name in self._files:
                     self._copies.append((name, self._files[name]))
                 self.shapes[name], self.kinds[name] = tuple(entry["shape"]), str(entry["dtype"])
                 self._files[name] = opened
+                self._places[name] = stored, file, data + int(entry["data_offsets"][0])
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
@@ -89,42 +103,52 @@ class CheckpointFiles:
             raise self.wrong(name, f"is {list(self.shapes[name])}", f"{list(shape)}, by config.json")
         self.used.add(name)
         if not self.shapes[name]:
-            tensor: Tensor = self._files[name].get_tensor(name)
+            tensor = self._whole(name)
         else:
-            tensor = self._files[name].get_slice(name)[first : min(last, self.shapes[name][0])]
+            tensor = self._files[name].get_slice(self._places[name][0])[first : min(last, self.shapes[name][0])]
         if tensor.dtype not in dtypes:
-            raise self.wrong(name, f"is of type {_dtype_name(tensor.dtype)}", ", ".join(map(_dtype_name, dtypes)))
+            raise self.wrong(name, f"is of type {dtype_name(tensor.dtype)}", ", ".join(map(dtype_name, dtypes)))
         numbers = tensor.float() if tensor.itemsize == 1 else tensor  # PyTorch tests no 8-bit numbers
         if tensor.is_floating_point() and not bool(torch.isfinite(numbers).all()):
             raise self.wrong(name, "holds numbers that are not finite", "finite numbers")
         return tensor
 
+    def entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+        """Where a matrix [shape] is, for those who read some of its rows again and again."""
+        self.rows(name, shape, FLOATS, 0, 1)  # checks it
+        _, file, start = self._places[name]
+        return TensorEntry(name, BY_NAME[self.kinds[name]].number, shape, start, file)
+
+    def _whole(self, name: str, file: Any = None) -> Tensor:
+        tensor: Tensor = (file or self._files[name]).get_tensor(self._places[name][0])
+        return tensor
+
     def check_unused(self, ignored: Iterable[str] = ()) -> None:
-        """Refuse unused tensors, except biases of zeros, which some quantisers add; see `refuse_unused`."""
+        """Refuse unused tensors, except biases of zeros, which some quantizers add; see `refuse_unused`."""
         unused = self.shapes.keys() - self.used
         refuse_unused(self.source, (name for name in unused if not self._is_zero_bias(name)), ignored)
 
     def check_copies(self) -> None:
         """Refuse tensors that two files hold with different numbers: transformers reads the wrong one of them."""
         for name, file in self._copies:
-            if not torch.equal(file.get_tensor(name), self._files[name].get_tensor(name)):
+            if not torch.equal(self._whole(name, file), self._whole(name)):
                 raise self.wrong(
                     name, "is in two files, with different numbers", f"only in the file that {INDEX} names"
                 )
 
     def are_equal(self, names: Sequence[str]) -> bool:
         """True if all these tensors hold the same numbers."""
-        first, *others = (self._files[name].get_tensor(name) for name in names)
+        first, *others = map(self._whole, names)
         return all(torch.equal(first, other) for other in others)
 
     def _is_zero_bias(self, name: str) -> bool:
-        return name.endswith(".bias") and not bool(self._files[name].get_tensor(name).any())
+        return name.endswith(".bias") and not bool(self._whole(name).any())
 
     def wrong(self, name: str, problem: str, allowed: str) -> SlipstreamError:
         return SlipstreamError(f"model {self.source!r}: tensor {name!r} {problem}; allowed: {allowed}")
 
-    def _header(self, file: Path) -> dict[str, Any]:
-        """A file's header, after checking that the file holds all its tensors."""
+    def _header(self, file: Path) -> tuple[dict[str, Any], int]:
+        """A file's header, and where its tensors begin, after checking that the file holds them all."""
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -142,10 +166,10 @@ class CheckpointFiles:
             raise SlipstreamError(
                 f"model {self.source!r}: {file.name} could not be read: its header is no JSON of tensors"
             ) from error
-        return header
+        return header, 8 + length
 
 
-def check_not_quantised(source: str, folder: str, options: Mapping[str, Any]) -> None:
+def check_not_quantized(source: str, folder: str, options: Mapping[str, Any]) -> None:
     """Refuse matrices of integers or of 8-bit numbers, which transformers would take for the weights themselves.
 
     Files without matrices in safetensors are not looked at. Masks have four dimensions.
@@ -162,7 +186,14 @@ def check_not_quantised(source: str, folder: str, options: Mapping[str, Any]) ->
             )
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _in_language_model(name: str) -> str:
+    for pattern, replacement in LANGUAGE_PART:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that configurations give a type of numbers."""
     return str(dtype).removeprefix("torch.")
 
 

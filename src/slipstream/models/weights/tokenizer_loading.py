@@ -12,6 +12,7 @@ from slipstream.models.loaded import LoadOptions, is_toy
 from slipstream.models.model_size import num_weights_read
 from slipstream.models.toy import load_toy
 from slipstream.models.weights.adapters import adapter_at
+from slipstream.models.weights.hub_files import local_file
 from slipstream.models.weights.model_files import code_of_its_own, is_converted, is_gguf, not_loaded
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
@@ -48,14 +49,16 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
 def inspect_vocabulary(source: str) -> VocabularyInfo:
     """The vocabulary of "toy", the default model, a folder, a .gguf file or a hub id; no weights are loaded.
 
-    Only the default model is fetched if it is not there. End ids are those of a folder's generation config, else
-    those of the model's configuration. Raises UsageError for what is no model, SlipstreamError for what is unreadable.
+    The default model and GGUF files on the hub are fetched if they are not there. End ids are those of a folder's
+    generation config, else those of the model's configuration. Raises UsageError for what is no model, SlipstreamError
+    for what is unreadable.
     """
     if is_toy(source):
         return VocabularyInfo.of(load_toy(source))
     from transformers import AutoConfig  # takes seconds
 
-    place = _described(source) if is_gguf(source) else resolve(source)
+    file = local_file(source)
+    place = _described(file) if is_gguf(file) else resolve(source)
     try:
         if (adapter := adapter_at(source, place, PLAIN.files)) is not None:
             base = inspect_vocabulary(adapter.base)

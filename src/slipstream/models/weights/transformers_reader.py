@@ -60,11 +60,11 @@ def from_config(config: Any, files: Mapping[str, Any], **options: Any) -> Any:
     return auto_class(config).from_config(config, **({"trust_remote_code": False} | code), **options)
 
 
-def is_applied_by_transformers(quantisation: Any) -> bool:
+def is_applied_by_transformers(quantization: Any) -> bool:
     """True for a `quantization_config` that transformers applies, or refuses with its own message."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     return method in (None, "bitsandbytes") or method in AUTO_QUANTIZER_MAPPING
 
 
@@ -87,6 +87,18 @@ def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = 
             f"model {source!r}: {len(other)} weights have another shape, first {_first_few(other, '; ')}"
         )
     refuse_unused(source, report["unexpected_keys"])
+
+
+def check_finite(source: str, model: Any) -> None:
+    """Refuse weights that are infinite or no numbers: every logit they reach would be one, too."""
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or weight.itemsize == 1 or weight.is_meta:
+            continue
+        # a sum reads each number once and is not finite if one of them is not, or if it overflows
+        if not torch.isfinite(weight.detach().sum()) and not torch.isfinite(weight.detach()).all():
+            raise SlipstreamError(
+                f"model {source!r}: tensor {name!r} holds numbers that are not finite; allowed: finite numbers"
+            )
 
 
 def wrong_rotation(source: str, config: Any) -> SlipstreamError | None:

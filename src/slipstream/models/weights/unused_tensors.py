@@ -21,7 +21,7 @@ HARMLESS = tuple(
             # layers that predict further tokens, of which texts are drafted
             r"\b(?:mtp|nextn)\w*\.",
             # towers of images and sounds, with which no text is read; the short names are those of GGUF
-            r"\b(?:visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector)\.|^(?:v|a|mm)\.",
+            r"\b(?:visual|vision_\w+|audio_\w+|embed_(?:vision|audio)|multi_modal_projector|mm_projector)\.|^(?:v|a|mm)\.",
             # outputs that are no tokens: of reward models, classifiers and rerankers
             r"^(?:v_head|value_head|score|classifier)\.|^cls(?:\.output)?\.weight$",
         ),

@@ -136,23 +136,29 @@ static struct block_linear linear_of(struct block_part *part, int64_t format, in
     return (struct block_linear){inputs, outputs, 1, part, NULL};
 }
 
-/* Tokens of two slots, the later ones from position `start` on. Where there is a window, heads have sinks. */
+/* Tokens of two slots, the later ones from position `start` on. Where there is a window, heads have sinks, and a second
+ * embedding enters the layer; a layer that attends to the same keys follows. */
 static void exercise_layer(int64_t size, int64_t window, int64_t planes, int64_t start, const struct experts *experts) {
     int64_t hidden = 256, inner = 64, heads = 4, shared = 2, tokens = 11, length = start + 24;
-    struct block_part parts[4];
+    struct block_part parts[7];
     float *norm = numbers(hidden, 1);
     struct norm is = {norm, NULL, 1e-6f, 0, 0}, none = {NULL, NULL, 0, 0, 0};
     struct float_layer layer = {
         linear_of(parts, Q4_K, (heads + 2 * shared) * size, hidden), linear_of(parts + 1, Q8_0, hidden, heads * size),
         linear_of(parts + 2, Q6_K, 2 * inner, hidden), linear_of(parts + 3, Q5_1, hidden, inner),
-        is, none, is, is, is, none, .sinks = window ? norm : NULL, .experts = experts, .planes = planes,
-        .hidden = hidden, .inner = experts ? 0 : inner, .heads = heads,
-        .key_heads = shared, .size = size, .rotated = size, .slope = 1, .residual = 1, .is_gated = 1,
+        .before_attention = is, none, is, is, is, none, .sinks = window ? norm : NULL, .experts = experts, .planes = planes,
+        .before_router = experts ? is : none, .before_experts = experts ? is : none, .after_experts = is, .after_dense = is,
+        .hidden = hidden, .inner = inner, .heads = heads,
+        .key_heads = shared, .size = size, .rotated = size, .slope = 1, .residual = 1, .scale = 1, .is_gated = 1,
+        .input_gate = linear_of(parts + 4, Q4_0, 96, hidden), .input_projection = linear_of(parts + 5, Q8_0, hidden, 96),
+        .after_input = is, .input_size = window ? 96 : 0,
     };
     int64_t slots[11], positions[11];
     for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? start + t : start / 2 + t - 6;
     uint16_t *keys = halves(2 * shared * length * size, 1), *values = halves(2 * shared * length * size, 1);
     struct kv_cache m = {keys, values, length, window, 0.125f, slots, positions, positions, NULL, NULL, NULL};
+    float *inputs = numbers(tokens * 128, 1);
+    m.inputs = inputs, m.input_step = 128;
     float *x = numbers(tokens * hidden, 1), *out = malloc(tokens * hidden * sizeof *out);
     float *angles = numbers(tokens * size, 1), *space = malloc(layer_scratch(&layer, tokens, length) * sizeof *space);
     whole_layer(&layer, &m, x, tokens, angles, angles, out, space);
@@ -160,12 +166,53 @@ static void exercise_layer(int64_t size, int64_t window, int64_t planes, int64_t
     print_checksum("layer", size, planes, window, out, tokens * hidden * sizeof *out);
     print_checksum("keys", size, planes, window, keys, 2 * shared * length * size * sizeof *keys);
     print_checksum("values", size, planes, window, values, 2 * shared * length * size * sizeof *values);
+    layer.reuses_keys = 1, layer.qkv = linear_of(parts + 6, Q4_0, heads * size, hidden);
+    layer.keys = layer.values = none;
+    whole_layer(&layer, &m, out, tokens, angles, angles, out, space);
+    print_checksum("next layer", size, planes, window, out, tokens * hidden * sizeof *out);
+    print_checksum("same keys", size, planes, window, keys, 2 * shared * length * size * sizeof *keys);
+    free(norm), free(keys), free(values), free(x), free(out), free(angles), free(space), free(inputs);
+    for (int i = 0; i < 7; i++) free((void *)parts[i].data);
+}
+
+/* Latent attention of 8 heads: one token of a slot, which threads share, or ten of another. */
+static void exercise_latent(int64_t planes, int64_t start, int64_t tokens) {
+    enum { HEADS = 8, RANK = 64, PLAIN = 32, ROTATED = 32, VALUES = 96, HIDDEN = 256, QUERIES = 128 };
+    struct block_part parts[5], of_heads[2 * HEADS];
+    const uint8_t *data[2 * HEADS];
+    for (int64_t h = 0; h < 2 * HEADS; h++) {
+        of_heads[h] = h < HEADS ? part_of(Q8_0, RANK, PLAIN) : part_of(Q5_1, VALUES, RANK);
+        data[h] = of_heads[h].data;
+    }
+    struct latent latent = {RANK, PLAIN, VALUES, planes, {Q8_0, data, NULL, NULL}, {Q5_1, data + HEADS, NULL, NULL}};
+    int64_t length = start + 24, slots[10], positions[10];
+    for (int64_t t = 0; t < tokens; t++) slots[t] = tokens > 1, positions[t] = start + t;
+    float *norm = numbers(HIDDEN, 1);
+    struct norm is = {norm, NULL, 1e-6f, 0, 0};
+    struct float_layer layer = {
+        linear_of(parts, Q4_K, QUERIES + RANK + ROTATED, HIDDEN), linear_of(parts + 1, Q4_0, HIDDEN, HEADS * VALUES),
+        linear_of(parts + 2, Q6_K, 2 * 64, HIDDEN), linear_of(parts + 3, Q5_1, HIDDEN, 64),
+        .before_attention = is, .queries = is, .keys = is, .before_feed_forward = is, .latent = &latent,
+        .queries_up = linear_of(parts + 4, Q4_1, HEADS * (PLAIN + ROTATED), QUERIES), .planes = planes, .hidden = HIDDEN,
+        .inner = 64, .heads = HEADS, .key_heads = 1, .size = RANK + ROTATED, .rotated = ROTATED, .slope = 1, .residual = 1,
+        .scale = 1, .is_gated = 1, .rotates_pairs = 1, .parts_pairs = tokens > 1,
+    };
+    uint16_t *keys = halves(2 * length * RANK, 1), *values = halves(2 * length * ROTATED, 1);
+    struct kv_cache m = {keys, values, length, 0, 0.125f, slots, positions, positions, NULL, NULL, NULL};
+    float *x = numbers(tokens * HIDDEN, 1), *out = malloc(tokens * HIDDEN * sizeof *out);
+    float *angles = numbers(tokens * ROTATED, 1), *space = malloc(layer_scratch(&layer, tokens, length) * sizeof *space);
+    whole_layer(&layer, &m, x, tokens, angles, angles, out, space);
+    for (int64_t i = 0; i < tokens * HIDDEN; i++) wrong += !isfinite(out[i]);
+    print_checksum("latent", tokens, planes, start, out, tokens * HIDDEN * sizeof *out);
+    print_checksum("latents", tokens, planes, start, keys, 2 * length * RANK * sizeof *keys);
+    print_checksum("rotated", tokens, planes, start, values, 2 * length * ROTATED * sizeof *values);
     free(norm), free(keys), free(values), free(x), free(out), free(angles), free(space);
-    for (int i = 0; i < 4; i++) free((void *)parts[i].data);
+    for (int i = 0; i < 5; i++) free((void *)parts[i].data);
+    for (int i = 0; i < 2 * HEADS; i++) free((void *)of_heads[i].data);
 }
 
 /* Rounding to float16: of every float16 number, of the number between it and the next one and of that one's
- * neighbours, and of numbers beyond the largest. */
+ * neighbors, and of numbers beyond the largest. */
 static void exercise_halves(void) {
     for (uint32_t sign = 0; sign <= 0x8000; sign += 0x8000)
         for (uint32_t half = 0; half < 0x7c00; half++) {
@@ -216,14 +263,14 @@ static void exercise_experts(const int64_t *formats, int64_t planes, int is_sigm
         .choice_bias = is_sigmoid ? bias : NULL, .shared_gate = gate,
         .routed = set_of(parts, data, COUNT, formats, 256, HIDDEN, bias),
         .shared = set_of(of_shared, shared_data, 1, formats + 1, 512, HIDDEN, NULL),
-        .is_sigmoid = is_sigmoid, .normalises = 1, .factor = 1.5f, .slope = 1, .limit = INFINITY, .reads = &reads,
+        .is_sigmoid = is_sigmoid, .normalizes = 1, .factor = 1.5f, .slope = 1, .limit = INFINITY, .reads = &reads,
     };
     for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens += tokens < 12 ? 1 : 21) {
         float *out = malloc(tokens * HIDDEN * sizeof *out);
         int32_t *chosen = malloc(tokens * USED * sizeof *chosen), last[USED];
         uint8_t *space = aligned_alloc(64, experts_scratch(&of, tokens)), *one = aligned_alloc(64, experts_scratch(&of, 1));
-        multiply_experts(&of, x, tokens, chosen, out, space);
-        multiply_experts(&of, x + (tokens - 1) * HIDDEN, 1, last, alone, one);
+        multiply_experts(&of, x, NULL, tokens, chosen, out, space);
+        multiply_experts(&of, x + (tokens - 1) * HIDDEN, NULL, 1, last, alone, one);
         if (memcmp(alone, out + (tokens - 1) * HIDDEN, sizeof alone)) wrong++;
         if (memcmp(last, chosen + (tokens - 1) * USED, sizeof last)) wrong++;
         for (int64_t i = 0; i < tokens * HIDDEN; i++) wrong += !isfinite(out[i]);
@@ -278,7 +325,7 @@ static void exercise_store(const int64_t *formats) {
         stored[l] = (struct stored_experts){&store, place_of[l], rows[0], rows[1], rows[2]};
         layers[l] = (struct experts){
             .hidden = HIDDEN, .count = COUNT, .used = USED, .planes = 1, .router = router,
-            .routed = {HIDDEN, matrices[0], matrices[1], matrices[2]}, .normalises = 1, .factor = 1, .slope = 1,
+            .routed = {HIDDEN, matrices[0], matrices[1], matrices[2]}, .normalizes = 1, .factor = 1, .slope = 1,
             .limit = INFINITY, .reads = &reads,
         };
         later[l] = layers[l], later[l].stored = stored + l;
@@ -291,8 +338,8 @@ static void exercise_store(const int64_t *formats) {
         int64_t tokens = turn % 3 == 2 ? TOKENS : 1 + turn % 2, l = turn % LAYERS;
         const float *from = x + (TOKENS - tokens) * HIDDEN;
         uint8_t *space = aligned_alloc(64, experts_scratch(layers + l, tokens)), *more = aligned_alloc(64, experts_scratch(later + l, tokens));
-        multiply_experts(layers + l, from, tokens, chosen, expected, space);
-        multiply_experts(later + l, from, tokens, chosen, out, more);
+        multiply_experts(layers + l, from, NULL, tokens, chosen, expected, space);
+        multiply_experts(later + l, from, NULL, tokens, chosen, out, more);
         wrong += memcmp(out, expected, tokens * HIDDEN * sizeof *out) != 0;
         free(space), free(more);
     }
@@ -300,7 +347,7 @@ static void exercise_store(const int64_t *formats) {
     wrong += ftruncate(fileno(file), 1000) != 0;
     for (int l = 0; l < LAYERS; l++) {
         uint8_t *space = aligned_alloc(64, experts_scratch(later + l, TOKENS));
-        multiply_experts(later + l, x, TOKENS, chosen, out, space);
+        multiply_experts(later + l, x, NULL, TOKENS, chosen, out, space);
         for (int64_t i = 0; i < TOKENS * HIDDEN && store.failed; i++) wrong += !isnan(out[i]);
         free(space);
     }
@@ -337,14 +384,14 @@ static void exercise_hostile(int64_t format, int64_t planes) {
     struct experts of = {
         .hidden = SIZE, .count = COUNT, .used = USED, .planes = planes, .router = router, .router_bias = bias,
         .routed = {SIZE, {format, data, bias}, {format, data + COUNT, NULL}, {format, data + 2 * COUNT, bias}},
-        .is_sigmoid = format % 2, .normalises = planes % 2, .factor = 1.5f, .slope = 1, .limit = 7, .reads = &reads,
+        .is_sigmoid = format % 2, .normalizes = planes % 2, .factor = 1.5f, .slope = 1, .limit = 7, .reads = &reads,
     };
     unpack_rows(&part, SIZE, outputs, 2, out);
     for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens += 3) {
         uint8_t *space = malloc(activation_bytes(SIZE, tokens, planes)), *more = aligned_alloc(64, experts_scratch(&of, tokens));
         int32_t chosen[MOST_TOKENS * USED];
         multiply_blocks(&w, x, tokens, planes, out, space);
-        multiply_experts(&of, x, tokens, chosen, out, more);
+        multiply_experts(&of, x, NULL, tokens, chosen, out, more);
         for (int64_t i = 0; i < tokens * USED; i++) wrong += chosen[i] < 0 || chosen[i] >= COUNT || (i % USED && chosen[i] <= chosen[i - 1]);
         free(space), free(more);
     }
@@ -383,6 +430,8 @@ int main(void) {
     for (int64_t size = 32; size <= 256; size *= 2)
         for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window, 1 + (size > 64), 40, NULL);
     for (int64_t window = 0; window <= 700; window += 700) exercise_layer(32, window, 1, 1020, NULL);
+    for (int64_t planes = 1; planes <= 2; planes++)
+        for (int64_t tokens = 1; tokens <= 10; tokens += 9) exercise_latent(planes, 1020, tokens);
     const int64_t codes = INT4 + KINDS * GROUP;
     const int64_t mixed[][4] = {
         {Q4_K, Q4_K, Q6_K, Q8_0}, {Q5_0, BF16, Q4_1, Q5_K}, {BF16, BF16, BF16, BF16}, {codes, Q8_0, BF16, codes},

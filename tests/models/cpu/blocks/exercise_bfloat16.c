@@ -70,7 +70,7 @@ static struct linear compressed(int64_t outputs, int64_t inputs, const uint16_t 
 }
 
 /* A layer in 4 or 8 bits, with small scales. */
-static struct linear quantised(int64_t bits, int64_t outputs, int64_t inputs, const uint16_t *bias) {
+static struct linear quantized(int64_t bits, int64_t outputs, int64_t inputs, const uint16_t *bias) {
     int64_t head = bits == 4 ? 4 : 2, format = bits == 4 ? INT4 + KINDS * GROUP : Q8_0, groups = outputs * inputs / GROUP;
     int64_t size = (outputs + LANES - 1) / LANES * panel_bytes(format, inputs);
     uint8_t *rows = calloc(groups, head + GROUP), *data = aligned_alloc(64, size);
@@ -103,7 +103,8 @@ static void exercise_linear(const struct linear *w, int64_t most) {
     }
 }
 
-/* Tokens of two slots, the later ones from position `start` on. Where there is a window, heads have sinks. */
+/* Tokens of two slots, the later ones from position `start` on. Where there is a window, heads have sinks, and a second
+ * embedding enters the layer; a layer that attends to the same keys follows. */
 static void exercise_layer(int64_t size, int64_t window, int64_t start) {
     int64_t hidden = 96, inner = 64, heads = 4, shared = 2, tokens = 11, length = start + 24;
     uint16_t *of_norm = halves(256, 1);
@@ -112,19 +113,28 @@ static void exercise_layer(int64_t size, int64_t window, int64_t start) {
     struct norm is = {weights, NULL, 1e-6f, 1, 0}, none = {NULL, NULL, 0, 0, 0}, late = {weights, NULL, 1e-6f, 0, 0};
     struct layer layer = {
         compressed((heads + 2 * shared) * size, hidden, NULL), compressed(hidden, heads * size, NULL),
-        compressed(2 * inner, hidden, NULL), quantised(4, hidden, inner, NULL),
-        is, late, is, none, late, is, .sinks = window ? weights : NULL, .hidden = hidden, .inner = inner,
-        .heads = heads, .key_heads = shared, .size = size, .rotated = size, .slope = 1, .cubic = 0.05f, .residual = 1, .is_gated = 1,
+        compressed(2 * inner, hidden, NULL), quantized(4, hidden, inner, NULL),
+        .before_attention = is, late, is, none, late, is, .sinks = window ? weights : NULL, .hidden = hidden, .inner = inner,
+        .heads = heads, .key_heads = shared, .size = size, .rotated = size, .slope = 1, .cubic = 0.05f, .residual = 1,
+        .scale = 1, .is_gated = 1, .input_gate = compressed(160, hidden, NULL),
+        .input_projection = quantized(8, hidden, 160, NULL), .after_input = is, .input_size = window ? 160 : 0,
     };
+    struct linear qkv = layer.qkv;
     int64_t slots[11], positions[11];
     for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? start + t : start / 2 + t - 6;
     uint16_t *keys = halves(2 * shared * length * size, 1), *values = halves(2 * shared * length * size, 1);
     struct kv_cache m = {keys, values, length, window, 0.125f, slots, positions, positions, NULL, NULL, NULL};
+    uint16_t *inputs = halves(tokens * 192, 1);
+    m.inputs = inputs, m.input_step = 192;
     uint16_t *x = halves(tokens * hidden, 1), *out = malloc(tokens * hidden * 2), *angles = halves(tokens * size, 1);
     uint16_t *space = malloc(layer_scratch(&layer, tokens, length) * 2);
     whole_layer(&layer, &m, x, tokens, angles, angles, out, space);
     print_checksum("layer", size, window, out, tokens * hidden);
-    free(of_norm), free(keys), free(values), free(x), free(out), free(angles), free(space);
+    layer.reuses_keys = 1, layer.qkv = compressed(heads * size, hidden, NULL), layer.keys = none;
+    whole_layer(&layer, &m, out, tokens, angles, angles, out, space);
+    print_checksum("next layer", size, window, out, tokens * hidden);
+    free(of_norm), free(keys), free(values), free(x), free(out), free(angles), free(space), free(inputs);
+    free_linear(&qkv), free_linear(&layer.input_gate), free_linear(&layer.input_projection);
     free_linear(&layer.qkv), free_linear(&layer.out), free_linear(&layer.gate_up), free_linear(&layer.down);
 }
 
@@ -138,7 +148,7 @@ int main(void) {
         free_linear(&w);
     }
     for (int64_t bits = 4; bits <= 8; bits += 4) {
-        struct linear few = quantised(bits, 41, 96, bias);
+        struct linear few = quantized(bits, 41, 96, bias);
         exercise_linear(&few, 260);
         free_linear(&few);
     }

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import BlockLinear
-from slipstream.models.cpu.kernel_libraries import block_recipe, library_of
+from slipstream.models.cpu.kernel_libraries import block_recipe, loaded
 from slipstream.models.cpu.processor import FORCED_ONLY, NEEDED, NoKernelsError, Processor, isas_of, processor
-from slipstream.models.cpu.structs import BY_NAME, FORMATS, BlockFormat, check_layout
-from tests.support.gguf_files import HALVES, SCALE_BYTES, dequantised, part_of, random_blocks
+from slipstream.models.cpu.structs import BY_NAME, FORMATS, BlockFormat
+from tests.support.gguf_files import HALVES, SCALE_BYTES, dequantized, part_of, random_blocks
 
 pytest.importorskip("gguf")
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None or HERE == ["plain"], reason="needs a C compiler and AVX2")
-LIBRARY = library_of(block_recipe(HERE[0])) if shutil.which("cc") and HERE != ["plain"] else None
+LIBRARY = loaded(block_recipe(HERE[0])) if shutil.which("cc") and HERE != ["plain"] else None
 over_formats = pytest.mark.parametrize("block", FORMATS, ids=lambda block: block.name)
 
 
@@ -39,7 +39,7 @@ def inputs_of(block: BlockFormat) -> int:
 def test_weights_equal_those_of_the_file_to_the_bit(block: BlockFormat, seed: int, rows: int, scale: float) -> None:
     raw = random_blocks(block, rows, inputs_of(block), seed, scale)
     weights = part_of(block, raw, inputs_of(block), LIBRARY).rows(torch.arange(rows))
-    assert torch.equal(weights, dequantised(block, raw))
+    assert torch.equal(weights, dequantized(block, raw))
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
@@ -55,7 +55,7 @@ def test_blocks_of_any_bytes_are_unpacked_as_by_the_gguf_package(block: BlockFor
     raw = numpy.random.default_rng(seed).integers(0, 256, (300, 2 * block.bytes), dtype=numpy.uint8)
     part = part_of(block, raw, 2 * block.size, LIBRARY)
     weights = part.rows(torch.arange(300))
-    assert equal(weights, dequantised(block, raw))
+    assert equal(weights, dequantized(block, raw))
     linear, x = BlockLinear([part], None, "int8"), TOKENS[:9, : 2 * block.size]
     whole = linear(x)
     assert equal(whole, torch.cat([linear(token) for token in x.split(1)]))
@@ -69,7 +69,7 @@ def test_every_byte_of_scale_is_that_of_the_gguf_package(name: str) -> None:
     raw = random_blocks(block, 256, block.size, seed=6)
     raw[:, : SCALE_BYTES[name][0]] = numpy.arange(256)[:, None]
     weights = part_of(block, raw, block.size, LIBRARY).rows(torch.arange(256))
-    assert equal(weights, dequantised(block, raw)) and len(weights.abs().amax(1).unique()) > 120
+    assert equal(weights, dequantized(block, raw)) and len(weights.abs().amax(1).unique()) > 120
 
 
 @pytest.mark.pairwise
@@ -83,18 +83,18 @@ def test_weights_of_extreme_blocks_equal_those_of_the_file(block: BlockFormat, b
         raw[..., offset : offset + 2 * count] = numpy.full((17, 2, count), half, numpy.float16).view(numpy.uint8)
     flat = raw.reshape(17, -1)
     weights = part_of(block, flat, 2 * block.size, LIBRARY).rows(torch.arange(17))
-    assert torch.equal(weights, dequantised(block, flat))
+    assert torch.equal(weights, dequantized(block, flat))
 
 
 @over_formats
-def test_a_scale_of_the_neighbouring_block_is_noticed(block: BlockFormat) -> None:
+def test_a_scale_of_the_neighboring_block_is_noticed(block: BlockFormat) -> None:
     raw = random_blocks(block, 16, inputs_of(block), seed=1)
     wrong = raw.reshape(16, -1, block.bytes).copy()
     offset, count = HALVES.get(block.name, (0, 1))
     end = SCALE_BYTES[block.name][0] if block.name in SCALE_BYTES else offset + 2 * count
     wrong[:, :-1, offset:end] = wrong[:, 1:, offset:end]
     weights = part_of(block, wrong.reshape(16, -1), inputs_of(block), LIBRARY).rows(torch.arange(16))
-    assert not torch.allclose(weights, dequantised(block, raw), rtol=0.05)
+    assert not torch.allclose(weights, dequantized(block, raw), rtol=0.05)
 
 
 def rounded(x: Tensor, largest: int) -> Tensor:
@@ -115,7 +115,7 @@ def test_products_are_those_of_the_rounded_activations(block: BlockFormat, activ
     linear = BlockLinear([part_of(block, raw, inputs, LIBRARY)], bias, activations)
     x = torch.randn(2, 9, inputs, generator=torch.Generator().manual_seed(2))
     x[0, 3, :32] = 0
-    weight = dequantised(block, raw).double()
+    weight = dequantized(block, raw).double()
     expected = rounded(x, largest) @ weight.T + bias.double()
     error = (linear(x).double() - expected).abs().max()
     assert error <= 1e-5 * expected.abs().max()
@@ -138,7 +138,7 @@ def test_a_bias_stays_where_the_kernels_read_it_when_the_model_changes_its_type(
 def mixed(isa: str, activations: str) -> BlockLinear:
     """A layer of all formats, whose outputs fill no whole number of panels."""
     raws = [random_blocks(block, 21 + i, 512, seed=i) for i, block in enumerate(FORMATS)]
-    parts = [part_of(block, raw, 512, library_of(block_recipe(isa))) for block, raw in zip(FORMATS, raws, strict=True)]
+    parts = [part_of(block, raw, 512, loaded(block_recipe(isa))) for block, raw in zip(FORMATS, raws, strict=True)]
     return BlockLinear(parts, None, activations)
 
 
@@ -162,7 +162,7 @@ def test_panels_that_fill_no_whole_tile_give_the_same_products(activations: str,
     x = torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(6))
     whole = linear(x)
     assert torch.equal(whole, torch.cat([linear(token) for token in x.split(1)]))
-    expected = rounded(x, largest) @ torch.cat([dequantised(*item) for item in raws.items()]).double().T
+    expected = rounded(x, largest) @ torch.cat([dequantized(*item) for item in raws.items()]).double().T
     tolerance = 1e-5 * expected.abs().max()
     assert ((whole.double() - expected).abs() <= tolerance).all()
     assert (
@@ -198,7 +198,7 @@ def test_first_and_rows_select_outputs_of_an_output_layer() -> None:
     linear = BlockLinear([part_of(BY_NAME["Q6_K"], raw, 256, LIBRARY)], torch.randn(100), "int8")
     x = torch.randn(3, 256)
     assert torch.equal(linear.first(41)(x), linear(x)[:, :41])
-    assert torch.equal(linear.rows(torch.tensor([99, 0])), dequantised(BY_NAME["Q6_K"], raw)[[99, 0]])
+    assert torch.equal(linear.rows(torch.tensor([99, 0])), dequantized(BY_NAME["Q6_K"], raw)[[99, 0]])
     with pytest.raises(IndexError, match="outputs from 0 to 100; allowed: 0 to 99"):
         linear.rows(torch.tensor([0, 100]))
     with pytest.raises(ValueError, match=r"torch.float64 \[..., 256\]; allowed: float32"):
@@ -215,10 +215,6 @@ def test_the_best_instruction_set_is_chosen_unless_another_is_named() -> None:
         isas_of(names["avx2"], "avx512")
     with pytest.raises(UsageError, match="SLIPSTREAM_ISA='mmx': no such instructions"):
         isas_of(names["avx2"], "mmx")
-
-
-def test_the_layout_of_structs_is_the_compilers() -> None:
-    check_layout(LIBRARY)
 
 
 @pytest.mark.parametrize("kind, is_rounded", [("F16", False), ("F32", False), ("BF16", False), ("Q8_0", True)])

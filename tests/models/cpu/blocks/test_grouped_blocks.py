@@ -1,4 +1,4 @@
-"""Panels of quantised checkpoints: weights equal those of numpy, products those of float64, and bits at all widths."""
+"""Panels of quantized checkpoints: weights equal those of numpy, products those of float64, and bits at all widths."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from slipstream.models.cpu.block_linear import BlockLinear, BlockPart
 from slipstream.models.cpu.grouped_blocks import GroupedMatrix, NotInBlocksError, number_format
-from slipstream.models.cpu.kernel_libraries import NEEDED, block_recipe, library_of
+from slipstream.models.cpu.kernel_libraries import NEEDED, block_recipe, loaded
 from slipstream.models.cpu.processor import processor
 
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None or HERE == ["plain"], reason="needs a C compiler and AVX2")
-LIBRARY = library_of(block_recipe(HERE[0])) if shutil.which("cc") and HERE != ["plain"] else None
+LIBRARY = loaded(block_recipe(HERE[0])) if shutil.which("cc") and HERE != ["plain"] else None
 KINDS = ("half", "symmetric", "wide", "minima")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -160,7 +160,7 @@ def test_floating_point_matrices_are_stored_exactly_and_multiplied_unrounded(dty
 
 def mixed(isa: str, activations: str) -> tuple[BlockLinear, Tensor]:
     """A layer of all kinds, whose outputs fill no whole number of panels, and its weights."""
-    library = library_of(block_recipe(isa))
+    library = loaded(block_recipe(isa))
     matrices = [random_matrix(kind, 21 + i, 320, group, i) for i, kind in enumerate(KINDS) for group in (32, 160)]
     for matrix in matrices:
         if float(matrix.scales.abs().max()) < 1e-6:  # scaled to the size of the others

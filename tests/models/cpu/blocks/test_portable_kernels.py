@@ -71,8 +71,7 @@ def checksums_of(kernels: Kernels, isa: str) -> str:
 
 def files_of(recipe: Recipe, driver: str) -> tuple[Path, ...]:
     """The driver and the kernels themselves."""
-    kernels = (file for file in recipe.sources if not file.stem.endswith("layout"))
-    return (Path(__file__).with_name(driver), *kernels)
+    return (Path(__file__).with_name(driver), *recipe.sources)
 
 
 @cache
@@ -120,9 +119,10 @@ def test_kernels_for_tiles_give_the_same_bits_on_emulated_tiles(kernels: Kernels
     assert not {*AMX} <= processor().flags or checksums == checksums_of(kernels, "amx")
 
 
+@pytest.mark.exhaustive  # compiling takes a minute for each
 @of_both
 def test_sanitizers_find_nothing(kernels: Kernels) -> None:
-    """Runs the drivers, whose buffers have the exact size, with the address and undefined behaviour sanitizers."""
+    """Runs the drivers, whose buffers have the exact size, with the address and undefined behavior sanitizers."""
     recipe_of, driver, headers = kernels
     needed = NEEDED if kernels is BLOCKS else VARIANTS
     recipe = recipe_of(next(name for name, flags in needed.items() if set(flags) <= processor().flags))

@@ -24,6 +24,7 @@ const NUMBERS = {
 };
 const FIELDS = ["system", ...Object.keys(NUMBERS), "schema", "prediction"];
 const MOST_CHATS = 20;
+const RACE_TOKENS = 256;
 
 const button = (text, click, look = "") => h(`button${look}`, { type: "button", click }, text);
 const on = (id, name, act) => $(id).addEventListener(name, act);
@@ -167,7 +168,7 @@ function schema() {
 	}
 }
 
-let model = "";
+let model = ""; // the one that requests name, and that the engine room shows
 
 // The page draws seeds itself, so that every receipt can be replayed: JavaScript would round the server's larger seeds.
 function makeRequest(messages) {
@@ -436,12 +437,19 @@ class AnswerView {
 	}
 }
 
+// What the shapes in the ticker mean, of those that it has.
+function tickerKey(answer) {
+	const shown = new Set(answer.rounds.flatMap((round) => [...round.cells, ...round.rejected.map(() => "missed")]));
+	return h("p.key", ...[...shown].map((name) => h("span", h(`i.cell.${name}`), name === "missed" ? "rejected" : name)));
+}
+
 function facts(answer, ms) {
 	const [drafted, accepted] = answer.drafts;
 	const tokens = answer.ids.length;
 	const predicted = answer.segs.filter((seg) => kind(seg) === "prediction").length;
 	if (!tokens) return [];
 	const fact = (value, name) => h("span", h("b", value), ` ${name}`);
+	const { stats, params } = answer.receipt ?? {};
 	return [
 		fact(tokens, "tokens"),
 		fact(answer.rounds.length, "forwards"),
@@ -449,6 +457,8 @@ function facts(answer, ms) {
 		drafted ? fact(percent(accepted, drafted), "of the draft accepted") : null,
 		predicted ? fact(predicted, "from the prediction") : null,
 		ms ? fact(((1000 * tokens) / ms).toFixed(1), "tokens per second") : null,
+		drafted && stats?.estimated_speed_up ? h("span", "about ", h("b", `${stats.estimated_speed_up.toFixed(1)}×`), " plain decoding") : null,
+		params?.temperature ? h("span", "seed ", h("b", params.seed)) : null,
 	].filter(Boolean);
 }
 
@@ -556,10 +566,16 @@ function save(own = chat) {
 	listChats();
 }
 
+const nameOf = (entry) => entry.name || entry.messages[0]?.text.slice(0, 40) || "New chat";
+
 function listChats() {
-	const name = (entry) => entry.messages[0]?.text.slice(0, 40) || "New chat";
-	const shown = chats.some((entry) => entry.id === chat.id) ? chats : [chat, ...chats];
-	$("chats").replaceChildren(...shown.map((entry) => h("option", { value: entry.id, selected: entry.id === chat.id }, name(entry))));
+	const all = chats.some((entry) => entry.id === chat.id) ? chats : [chat, ...chats];
+	const wanted = $("find").value.trim().toLowerCase();
+	const texts = (entry) => [nameOf(entry), ...entry.messages.map((message) => message.text)].join("\n").toLowerCase();
+	const found = all.filter((entry) => texts(entry).includes(wanted));
+	const options = found.map((entry) => h("option", { value: entry.id, selected: entry.id === chat.id }, nameOf(entry)));
+	if (!found.some((entry) => entry.id === chat.id)) options.unshift(h("option", { value: "", selected: true }, `${found.length} found`));
+	$("chats").replaceChildren(...options);
 }
 
 function openChat(saved) {
@@ -571,7 +587,7 @@ function openChat(saved) {
 
 function showChat() {
 	keepingFocus("ask", () => {
-		$("messages").replaceChildren(...chat.messages.map((message) => messageNode(message)));
+		$("messages").replaceChildren(...chat.messages.map((message) => (message.role === "user" ? userNode(message) : answerNode(message).node)));
 		$("hello").hidden = chat.messages.length > 0;
 	});
 }
@@ -579,10 +595,6 @@ function showChat() {
 const history = (until = chat.messages.length) => chat.messages.slice(0, until)
 	.map((message) => ({ role: message.role, content: message.text?.slice(message.answer?.thought ?? 0) }))
 	.filter((message) => message.content);
-
-function messageNode(message) {
-	return message.role === "user" ? userNode(message) : answerNode(message).node;
-}
 
 // Forget a message and all that follow, unless an answer is under way or the settings are wrong.
 function cutAt(message) {
@@ -612,13 +624,16 @@ function answerNode(message) {
 	message.answer = Object.assign(new Answer(), message.answer);
 	const view = new AnswerView(message.answer);
 	const read = h("div.markdown");
+	const thinking = h("div.markdown");
+	const thought = h("details.thought", h("summary", "Thought"), thinking);
+	const answered = () => message.text?.slice(message.answer.thought);
 	const foot = h("footer", view.ticker);
-	const toggle = h("button.quiet", { type: "button", click: () => show(!node.classList.contains("tokens"), true) }, "Tokens");
+	const toggle = button("Tokens", () => show(!node.classList.contains("tokens"), true), ".quiet");
 	const again = () => {
 		if (cutAt(message)) respond();
 	};
-	const node = h("article.message", h("header", h("h3", message.model || "Answer"), toggle, copyButton(() => message.text),
-		button("Regenerate", again, ".quiet")), read, view.node, foot);
+	const node = h("article.message", h("header", h("h3", message.model || "Answer"), toggle, copyButton(answered),
+		button("Regenerate", again, ".quiet")), thought, read, view.node, foot);
 	const show = (tokens, chosen = false) => {
 		node.classList.toggle("tokens", tokens);
 		toggle.setAttribute("aria-pressed", String(tokens));
@@ -632,16 +647,25 @@ function answerNode(message) {
 		clearTimeout(waiting);
 		waiting = 0;
 		if (growing) waiting = setTimeout(() => { waiting = 0; render(); }, 100);
-		else read.replaceChildren(...markdown(asMarkdown(message), (code) => copyButton(() => code)));
+		else {
+			const text = message.text || message.answer.text;
+			const end = message.answer.thought;
+			thought.hidden = !end;
+			thinking.replaceChildren(...markdown(text.slice(0, end), (code) => copyButton(() => code)));
+			// an answer in the form of a JSON schema is shown as code, even if it contains Markdown
+			const shown = message.request?.response_format ? `\`\`\`\`\`\`json\n${text.slice(end)}\n` : text.slice(end);
+			read.replaceChildren(...markdown(shown, (code) => copyButton(() => code)));
+		}
 	};
 	const finish = () => {
 		for (const part of [view.node, read]) part.classList.remove("busy");
 		render();
 		view.ticker.hidden = !message.answer.rounds.length;
+		foot.append(tickerKey(message.answer));
 		foot.append(h("p.facts", ...facts(message.answer, message.ms), message.finish === "length" ? h("span", "cut at max tokens") : null,
 			message.finish === "stopped" ? h("span", "stopped by you, so there is no receipt") : null));
 		if (message.problem) foot.append(h("div.bar", h("p.problem", { role: "alert" }, message.problem), button("Try again", again)));
-		if (message.request?.prediction && message.text) foot.append(diffNode(message.request.prediction.content, message.text));
+		if (message.request?.prediction && message.text) foot.append(diffNode(message.request.prediction.content, answered()));
 		if (message.receipt) foot.append(receiptNode(message));
 	};
 	show(readStore("slipstream.tokens", false) === true);
@@ -652,12 +676,6 @@ function answerNode(message) {
 		render(true);
 	};
 	return { node, grow, finish };
-}
-
-// An answer in the form of a JSON schema is shown as code, even if it contains Markdown.
-function asMarkdown(message) {
-	const text = message.text || message.answer.text;
-	return message.request?.response_format ? `\`\`\`\`\`\`json\n${text}\n` : text;
 }
 
 function setBusy(controller) {
@@ -845,6 +863,7 @@ function startRace() {
 	const prompt = $("race-ask").value;
 	const request = prompt.trim() && makeRequest([{ role: "user", content: prompt }]);
 	if (!request || racing) return;
+	request.max_tokens ??= RACE_TOKENS;
 	const salt = `race ${crypto.getRandomValues(new Uint32Array(2)).join("")}`;
 	const { num_draft_tokens, ...own } = request;
 	const quick = { ...own, ...(num_draft_tokens ? { num_draft_tokens } : {}), cache_salt: `${salt} speculative` };
@@ -853,20 +872,17 @@ function startRace() {
 	recorded = null;
 	lanes.forEach((lane) => lane.reset());
 	race(async (signal) => {
-		let runs;
-		if (both) {
-			runs = await Promise.all([measure(plain, lanes[0], signal), measure(quick, lanes[1], signal)]);
-		} else {
-			runs = [await measure(plain, lanes[0], signal), await measure(quick, lanes[1], signal)];
-		}
+		const first = measure(plain, lanes[0], signal);
+		if (!both) await first;
+		const runs = await Promise.all([first, measure(quick, lanes[1], signal)]);
 		recorded = { runs, request };
-		await playBack(signal, true);
+		$("verdict").replaceChildren(verdict(runs, request));
 	});
 }
 
-async function playBack(signal, skip = false) {
-	if (!skip) $("race-status").textContent = "replay at the measured speed";
-	if (!skip) await replay(recorded.runs, signal);
+async function playBack(signal) {
+	$("race-status").textContent = "replay at the measured speed";
+	await replay(recorded.runs, signal);
 	$("verdict").replaceChildren(verdict(recorded.runs, recorded.request));
 }
 
@@ -920,7 +936,7 @@ function showEngine(state) {
 	const none = "Nothing has been drafted yet.";
 	$("engine").replaceChildren(
 		card("Tokens per second, last 10 s", "", big(state.tokens_per_second.toFixed(1), "tokens/s"), spark()),
-		gauge("Running", state.running.length, state.places.most),
+		gauge("Running", state.running.length, state.places.most ?? 0),
 		gauge("Waiting", state.waiting, state.queue.most),
 		gauge("Prompt tokens from the cache", state.cache.cached_tokens, state.cache.prompt_tokens),
 		card("Rows under way", ".all", laneRows(state)),
@@ -933,8 +949,8 @@ function showEngine(state) {
 		})) : none, positions.length ? h("p.hint", "Per cent accepted of the 1st, 2nd, ... token of a draft.") : null),
 		card("Where a round's time goes", ".all", stack, h("ul.facts", ...parts.map(([name, share], index) => h("li",
 			h(`span.swatch.p${index}`), `${name} `, h("b", `${(100 * share).toFixed(1)} %`))))),
-		h("p.hint.all", `${state.model}${state.draft ? `, draft model ${state.draft}` : ""}, drafter ${state.drafter}, `
-			+ `${state.fingerprint}, version ${state.version}`),
+		h("p.hint.all", state.drafter ? `${state.model}${state.draft ? `, draft model ${state.draft}` : ""}, drafter `
+			+ `${state.drafter}, ${state.fingerprint}, version ${state.version}` : `${state.model} is not loaded`),
 	);
 }
 
@@ -945,7 +961,7 @@ async function watch() {
 	const { signal } = watching;
 	while (!signal.aborted) {
 		try {
-			for await (const state of stream("v1/slipstream/events", null, signal)) {
+			for await (const state of stream(`v1/slipstream/events?model=${encodeURIComponent(model)}`, null, signal)) {
 				$("feed").textContent = "live, once per second";
 				showEngine(state);
 			}
@@ -988,13 +1004,18 @@ async function changed(state) {
 
 async function greet() {
 	try {
-		const state = await (await call("v1/slipstream/state")).json();
+		const state = await (await call(`v1/slipstream/state?model=${encodeURIComponent(model)}`)).json();
 		model = state.model;
-		$("served").textContent = state.draft ? `${state.model} + ${state.draft}` : `${state.model}, ${state.drafter}`;
-		$("served").title = state.fingerprint;
+		const names = Object.keys(state.models);
+		$("models").replaceChildren(...names.map((name) => h("option", { value: name, selected: name === model }, name)));
+		$("models").parentElement.hidden = names.length < 2;
+		$("served").textContent = [model + (state.draft ? ` + ${state.draft}` : ""), state.draft ? null : state.drafter]
+			.filter(Boolean).join(", ");
+		$("served").title = state.fingerprint ?? "not loaded";
 		$("served").dataset.up = "";
 	} catch (error) {
 		$("served").textContent = error.status === 401 ? "needs a key" : error.message;
+		if (error.status === 404) model = ""; // another server has other models
 		if (error.status !== 401) served = ""; // ask again at the next look
 	}
 }
@@ -1047,8 +1068,14 @@ function start() {
 			Object.fromEntries(FIELDS.map((field) => [field, $(field).value]))));
 	}
 	if (matchMedia("(max-width: 60rem)").matches) $("options").open = false;
+	if (matchMedia("(max-width: 40rem)").matches) $("more").open = false;
 	on("settings", "submit", (event) => event.preventDefault());
 	on("raw", "click", showRaw);
+	on("models", "change", async () => {
+		model = $("models").value;
+		await greet();
+		route();
+	});
 	on("key-button", "click", async () => (await askKey()) && (greet(), route()));
 	on("key-cancel", "click", () => $("key-dialog").close());
 	$("key-dialog").querySelector("form").addEventListener("submit", () => { $("key-dialog").returnValue = "ok"; });
@@ -1068,6 +1095,13 @@ function start() {
 	sendsOnEnter($("ask"), $("composer"));
 	on("stop", "click", () => running?.abort());
 	on("new-chat", "click", () => { openChat(); $("ask").focus(); });
+	on("find", "input", listChats);
+	on("rename-chat", "click", () => {
+		const name = prompt("Name of this chat", nameOf(chat))?.trim();
+		if (!name) return;
+		chat.name = name;
+		save();
+	});
 	on("export-chat", "click", () => download("chat.json", chat));
 	on("delete-chat", "click", () => {
 		if (running) return;
@@ -1075,7 +1109,7 @@ function start() {
 		save();
 		openChat(chats[0]);
 	});
-	on("chats", "change", () => openChat(chats.find((entry) => entry.id === $("chats").value)));
+	on("chats", "change", () => $("chats").value && openChat(chats.find((entry) => entry.id === $("chats").value)));
 
 	$("race-ask").value = RACE_EXAMPLE;
 	$("race-lanes").append(...lanes.map((lane) => lane.node));

@@ -1,10 +1,10 @@
 /* Attention of a forward's tokens over the KV cache of their slots, for layer.c and blocks/float_layer.c.
  *
- * The query heads of a few neighbouring tokens that share a key head go through the cache together, 32 positions at a
+ * The query heads of a few neighboring tokens that share a key head go through the cache together, 32 positions at a
  * time, with a running maximum and sum of the exponentials (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al.
  * 2022, arXiv:2205.14135, section 3.1). Each stretch of 512 positions is summed on its own, and the sums are joined in
  * order, so that threads can share a long text (Dao et al. 2023, "Flash-Decoding"). Positions are divided at multiples
- * of 32 and of 512 and masked ones count 0, so the bits of a query depend neither on its neighbours, nor on the length
+ * of 32 and of 512 and masked ones count 0, so the bits of a query depend neither on its neighbors, nor on the length
  * of the cache, nor on the number of threads.
  *
  * The file that includes this one defines before: `number`, the type of the numbers in heads; layer_type;
@@ -23,6 +23,15 @@ enum {
     LOADED = 2,           /* loading the keys and values of a group takes as long as this many queries */
     MOST_SUMS = 1 << 22   /* most numbers kept of the stretches' sums, 16 MB; with more, threads share no text */
 };
+
+/* Numbers of a head's values, and of its keys in the cache before those that are in the place of values; see `latent`. */
+static inline int64_t values_of(const layer_type *layer) { return layer->latent ? layer->latent->rank : layer->size; }
+
+/* Heads of a token's numbers: queries, then keys and values or, of latent attention, one key; queries alone where those
+ * of another layer are read. */
+static inline int64_t heads_of_token(const layer_type *layer) {
+    return layer->heads + (layer->reuses_keys ? 0 : layer->latent ? 1 : 2 * layer->key_heads);
+}
 
 /* The places of the positions that a group sees: from `fork` on those in `path`, before it the position itself. */
 struct branch {
@@ -104,12 +113,33 @@ static floats capped(floats x, float cap) {
     return multiply_floats(all_floats(cap), subtract_floats(all_floats(1), rest));
 }
 
+/* A head's keys and values in the cache. size, values_size: numbers of a key and of a value. If latent, keys hold the
+ * values, which are the beginning of each key, and values the rest of each key. */
+struct cached {
+    const uint16_t *keys, *values;
+    int64_t size, values_size;
+    int latent;
+};
+
+static void fill_tile(struct tile *tile, const struct cached *of, struct branch branch, int64_t start, int64_t last) {
+    int64_t size = of->size, first = of->values_size, rest = size - first;
+    if (of->latent) {
+        fill_keys(tile, of->keys, branch, start, last, first, 0);
+        fill_keys(tile, of->values, branch, start, last, rest, first);
+        fill_values(tile, of->keys, branch, start, last, first);
+    } else {
+        fill_keys(tile, of->keys, branch, start, last, size, 0);
+        fill_values(tile, of->values, branch, start, last, size);
+    }
+}
+
 /* Adds 32 positions, of which the first `there` exist, to the sums of some queries: products with keys, then weights,
  * then weighted values. */
-ALWAYS void attend_tile(const int count, struct query *q, int64_t start, int64_t there, int64_t size,
+ALWAYS void attend_tile(const int count, struct query *q, int64_t start, int64_t there, const struct cached *of,
                         const struct tile *tile, int all_finite, float scaling, float cap) {
     floats sum[TOGETHER][2], by = all_floats(scaling);
-    score(count, q, size, tile, sum);
+    int64_t size = of->values_size;
+    score(count, q, of->size, tile, sum);
     for (int i = 0; i < count; i++) {
         floats left = multiply_floats(sum[i][0], by), right = multiply_floats(sum[i][1], by);
         if (cap != 0) left = capped(left, cap), right = capped(right, cap);
@@ -122,19 +152,19 @@ ALWAYS void attend_tile(const int count, struct query *q, int64_t start, int64_t
 }
 
 /* Attention of all queries of a group over the positions from `first` to `last`. */
-static void attend_positions(struct query *group, int count, const uint16_t *keys, const uint16_t *values, int64_t size,
-                             float scaling, float cap, struct branch branch, int64_t first, int64_t last) {
+static void attend_positions(struct query *group, int count, const struct cached *of, float scaling, float cap,
+                             struct branch branch, int64_t first, int64_t last) {
     struct tile tile;
     for (int64_t start = first / KEYS * KEYS; start <= last; start += KEYS) {
         int64_t there = last + 1 - start < KEYS ? last + 1 - start : KEYS;
-        fill_tile(&tile, keys, values, branch, start, last, size);
-        int all_finite = all_see(count, group, start, there) || values_are_finite(&tile, there, size);
+        fill_tile(&tile, of, branch, start, last);
+        int all_finite = all_see(count, group, start, there) || values_are_finite(&tile, there, of->values_size);
         for (int i = 0; i < count; i += TOGETHER)
             switch (count - i) {
-                case 1: attend_tile(1, group + i, start, there, size, &tile, all_finite, scaling, cap); break;
-                case 2: attend_tile(2, group + i, start, there, size, &tile, all_finite, scaling, cap); break;
-                case 3: attend_tile(3, group + i, start, there, size, &tile, all_finite, scaling, cap); break;
-                default: attend_tile(4, group + i, start, there, size, &tile, all_finite, scaling, cap);
+                case 1: attend_tile(1, group + i, start, there, of, &tile, all_finite, scaling, cap); break;
+                case 2: attend_tile(2, group + i, start, there, of, &tile, all_finite, scaling, cap); break;
+                case 3: attend_tile(3, group + i, start, there, of, &tile, all_finite, scaling, cap); break;
+                default: attend_tile(4, group + i, start, there, of, &tile, all_finite, scaling, cap);
             }
     }
 }
@@ -171,7 +201,7 @@ static void join_sums(float *whole, const float *later, int64_t size) {
 static int sees(const struct query *q, int64_t stretch) { return q->first / STRETCH <= stretch && stretch <= q->last / STRETCH; }
 static int is_first(const struct query *q, int64_t stretch) { return q->first / STRETCH == stretch; }
 
-/* Neighbouring tokens of one slot that go through the cache together, and the stretches of the positions that any of
+/* Neighboring tokens of one slot that go through the cache together, and the stretches of the positions that any of
  * them sees. before, sums_before: how many stretches and numbers of sums all earlier groups have. */
 struct group {
     int64_t token, count, stretch, stretches, before, sums_before;
@@ -179,12 +209,13 @@ struct group {
 
 /* A forward's attention. next: the unit of work that no thread has taken yet. sums: of stretches, so that threads can
  * share a text, for each group [key heads][stretches][queries]; NULL if they are not kept. done [groups][key heads]:
- * how many stretches have their sums. */
+ * how many stretches have their sums. shared: key heads or, of latent attention, parts of the query heads, which threads
+ * share. */
 struct attention {
     const layer_type *layer;
     const struct kv_cache *cache;
     const number *heads;
-    int64_t tokens, count;
+    int64_t tokens, count, shared;
     number *out;
     struct group *groups;
     float *sums;
@@ -195,15 +226,15 @@ struct attention {
 struct work {
     struct query queries[QUERIES > (int)MAX_SHARED_HEADS ? QUERIES : (int)MAX_SHARED_HEADS];
     int count;
-    const uint16_t *keys, *values;
+    struct cached cached;
     struct branch branch;
 };
 
 static void begin_work(const struct attention *of, const struct group *group, int64_t head, struct work *work) {
     const layer_type *layer = of->layer;
     const struct kv_cache *m = of->cache;
-    int64_t size = layer->size, repeats = layer->heads / layer->key_heads, all = layer->heads + 2 * layer->key_heads;
-    int64_t token = group->token, start = (m->slots[token] * layer->key_heads + head) * m->length * size;
+    int64_t size = layer->size, values = values_of(layer), repeats = layer->heads / of->shared, all = heads_of_token(layer);
+    int64_t token = group->token, start = layer->latent ? m->slots[token] : m->slots[token] * of->shared + head;
     work->count = (int)(group->count * repeats);
     for (int64_t i = 0; i < work->count; i++) {
         struct query *q = work->queries + i;
@@ -211,21 +242,24 @@ static void begin_work(const struct attention *of, const struct group *group, in
         set_numbers(q, of->heads + (query_token * all + head * repeats + i % repeats) * size, size);
         q->first = m->window && position >= m->window ? position - m->window + 1 : 0, q->last = position;
     }
-    work->keys = m->keys + start, work->values = m->values + start, work->branch = (struct branch){0, NULL};
+    start *= m->length;
+    work->cached = (struct cached){m->keys + start * values, m->values + start * (layer->latent ? size - values : size), size,
+                                   values, layer->latent != NULL};
+    work->branch = (struct branch){0, NULL};
     if (m->forks && m->forks[token] <= m->positions[token + group->count - 1])
         work->branch = (struct branch){m->forks[token], m->paths + m->begins[token]};
 }
 
 static void attend_stretch(const struct attention *of, struct work *work, int64_t stretch) {
-    int64_t size = of->layer->size, first = work->queries[0].first, last = work->queries[work->count - 1].last;
+    int64_t size = values_of(of->layer), first = work->queries[0].first, last = work->queries[work->count - 1].last;
     for (struct query *q = work->queries; q < work->queries + work->count; q++) {
         q->most = -INFINITY, q->sum = 0;
         memset(q->out, 0, size * sizeof *q->out);
     }
     if (first < stretch * STRETCH) first = stretch * STRETCH;
     if (last >= (stretch + 1) * STRETCH) last = (stretch + 1) * STRETCH - 1;
-    attend_positions(work->queries, work->count, work->keys, work->values, size, of->cache->scaling,
-                     of->layer->soft_cap, work->branch, first, last);
+    attend_positions(work->queries, work->count, &work->cached, of->cache->scaling, of->layer->soft_cap, work->branch, first,
+                     last);
 }
 
 /* Counts a head's sink among the scores: the sum of the weights grows, and the values' does not. */
@@ -238,7 +272,7 @@ static void add_sink(struct query *q, float sink, int64_t size) {
 }
 
 static void end_work(const struct attention *of, const struct group *group, int64_t head, struct work *work) {
-    int64_t size = of->layer->size, heads = of->layer->heads, repeats = heads / of->layer->key_heads;
+    int64_t size = values_of(of->layer), heads = of->layer->heads, repeats = heads / of->shared;
     for (int64_t i = 0; i < work->count; i++) {
         int64_t query_head = head * repeats + i % repeats, place = (group->token + i / repeats) * heads + query_head;
         if (of->layer->sinks) add_sink(work->queries + i, of->layer->sinks[query_head], size);
@@ -250,7 +284,7 @@ static void end_work(const struct attention *of, const struct group *group, int6
 static void attend_group(const struct attention *of, const struct group *group, int64_t head) {
     struct work work;
     float whole[sizeof work.queries / sizeof *work.queries][MAX_HEAD_SIZE + 16], now[MAX_HEAD_SIZE + 16];
-    int64_t size = of->layer->size, end = group->stretch + group->stretches;
+    int64_t size = values_of(of->layer), end = group->stretch + group->stretches;
     begin_work(of, group, head, &work);
     for (int64_t stretch = group->stretch; stretch < end; stretch++) {
         attend_stretch(of, &work, stretch);
@@ -269,13 +303,13 @@ static void attend_group(const struct attention *of, const struct group *group, 
  * of a head joins them all. */
 static void attend_part(const struct attention *of, const struct group *group, int64_t part) {
     struct work work;
-    int64_t size = of->layer->size, head = part / group->stretches, stretch = part % group->stretches;
+    int64_t size = values_of(of->layer), head = part / group->stretches, stretch = part % group->stretches;
     begin_work(of, group, head, &work);
     int64_t of_query = sums_of(size), of_stretch = work.count * of_query;
     float *all = of->sums + group->sums_before + head * group->stretches * of_stretch, *own = all + stretch * of_stretch;
     attend_stretch(of, &work, group->stretch + stretch);
     for (int i = 0; i < work.count; i++) keep_sums(work.queries + i, size, own + i * of_query);
-    _Atomic int64_t *done = of->done + (group - of->groups) * of->layer->key_heads + head;
+    _Atomic int64_t *done = of->done + (group - of->groups) * of->shared + head;
     if (atomic_fetch_add_explicit(done, 1, memory_order_acq_rel) + 1 < group->stretches) return;
     for (int i = 0; i < work.count; i++) {
         struct query *q = work.queries + i;
@@ -290,6 +324,12 @@ static void attend_part(const struct attention *of, const struct group *group, i
 static void write_token(const struct attention *of, int64_t t) {
     const struct kv_cache *m = of->cache;
     int64_t shared = of->layer->key_heads, heads = of->layer->heads, size = of->layer->size;
+    if (of->layer->latent) {
+        int64_t to = m->slots[t] * m->length + m->places[t], rank = values_of(of->layer);
+        const number *own = of->heads + (t * heads_of_token(of->layer) + heads) * size;
+        to_cache(m->keys + to * rank, own, rank), to_cache(m->values + to * (size - rank), own + rank, size - rank);
+        return;
+    }
     for (int64_t h = 0; h < shared; h++) {
         int64_t to = ((m->slots[t] * shared + h) * m->length + m->places[t]) * size;
         const number *own = of->heads + (t * (heads + 2 * shared) + heads + h) * size;
@@ -313,7 +353,7 @@ static int64_t group_tokens(const layer_type *layer, const struct kv_cache *m, i
         group->stretch = first / STRETCH, group->stretches = last / STRETCH + 1 - group->stretch;
         group->before = before, group->sums_before = sums_before;
         before += group->stretches;
-        sums_before += group->count * layer->heads * group->stretches * sums_of(layer->size);
+        sums_before += group->count * layer->heads * group->stretches * sums_of(values_of(layer));
     }
     return count;
 }
@@ -321,9 +361,14 @@ static int64_t group_tokens(const layer_type *layer, const struct kv_cache *m, i
 /* Divides the tokens into groups, smaller ones if large ones would be too few for all threads. */
 static void begin_attention(struct attention *of, int64_t threads) {
     const layer_type *layer = of->layer;
-    int64_t shared = layer->key_heads, repeats = layer->heads / shared, most = QUERIES / repeats > 1 ? QUERIES / repeats : 1;
+    int64_t shared = of->shared, repeats = layer->heads / shared, most = QUERIES / repeats > 1 ? QUERIES / repeats : 1;
     int64_t count = group_tokens(layer, of->cache, of->tokens, most, of->groups), largest = 1, best = most, shortest = INT64_MAX;
-    int64_t units = (of->sums ? of->groups[count - 1].before + of->groups[count - 1].stretches : count) * shared;
+    int64_t units = of->sums ? of->groups[count - 1].before + of->groups[count - 1].stretches : count;
+    for (int64_t parts = 1; layer->latent && parts <= layer->heads; parts++) {
+        int is_needed = layer->heads / shared > MAX_SHARED_HEADS, is_wanted = units * shared < threads;
+        if (layer->heads % parts == 0 && (is_needed || (is_wanted && layer->heads / parts >= TOGETHER))) shared = parts;
+    }
+    of->shared = shared, repeats = layer->heads / shared, units *= shared;
     for (int64_t i = 0; i < count; i++) largest = of->groups[i].count > largest ? of->groups[i].count : largest;
     for (int64_t parts = 1; parts <= largest && units * parts < UNITS * threads; parts++) {
         int64_t tokens = (largest + parts - 1) / parts, time = (units * parts + threads - 1) / threads * (LOADED + tokens * repeats);
@@ -335,10 +380,11 @@ static void begin_attention(struct attention *of, int64_t threads) {
 
 static void attend_in_team(const struct member *me, void *given) {
     struct attention *of = given;
-    int64_t shared = of->layer->key_heads, end = share_of(me, of->tokens, me->number + 1);
+    int64_t end = of->layer->reuses_keys ? 0 : share_of(me, of->tokens, me->number + 1);
     if (me->number == 0) begin_attention(of, me->count);
     for (int64_t t = share_of(me, of->tokens, me->number); t < end; t++) write_token(of, t);
     wait_for_team(me);
+    int64_t shared = of->shared;
     if (!of->sums || of->count * shared >= UNITS * me->count) {
         for (int64_t unit; (unit = take(&of->next)) < of->count * shared;)
             attend_group(of, of->groups + unit / shared, unit % shared);
@@ -356,23 +402,23 @@ static void attend_in_team(const struct member *me, void *given) {
 
 /* Numbers of all stretches' sums for so many tokens that may see so many positions; 0 if the sums are not kept. */
 static int64_t sums_kept(const layer_type *layer, int64_t tokens, int64_t positions) {
-    int64_t count = tokens * layer->heads * ((positions + STRETCH - 1) / STRETCH) * sums_of(layer->size);
+    int64_t count = tokens * layer->heads * ((positions + STRETCH - 1) / STRETCH) * sums_of(values_of(layer));
     return positions > STRETCH && count <= MOST_SUMS ? count : 0;
 }
 
 /* Bytes of scratch space that attention needs, a multiple of 64. length: of the cache. */
 static int64_t attention_bytes(const layer_type *layer, int64_t tokens, int64_t length) {
-    int64_t of_groups = tokens * (int64_t)(sizeof(struct group) + (uint64_t)layer->key_heads * sizeof(int64_t));
+    int64_t of_groups = tokens * (int64_t)(sizeof(struct group) + (uint64_t)(layer->latent ? layer->heads : layer->key_heads) * sizeof(int64_t));
     return sums_kept(layer, tokens, length) * (int64_t)sizeof(float) + (of_groups + 63) / 64 * 64;
 }
 
-/* Writes the tokens' keys and values to the cache and attends. heads [tokens][heads + 2 * key_heads][size], as
- * `project_qkv_rope` returns them -> out [tokens][heads][size]. space: `attention_bytes`. */
+/* Writes the tokens' keys and values to the cache and attends. heads [tokens][heads_of_token(layer)][size], as
+ * `project_qkv_rope` returns them -> out [tokens][heads][values_of]. space: `attention_bytes`. */
 void attend(const layer_type *layer, const struct kv_cache *m, const number *heads, int64_t tokens, number *out,
             void *space) {
     int64_t kept = sums_kept(layer, tokens, m->length);
     struct group *groups = (struct group *)((float *)space + kept);
     _Atomic int64_t *done = (_Atomic int64_t *)(groups + tokens);
-    struct attention attention = {layer, m, heads, tokens, 0, out, groups, kept ? space : NULL, done, 0};
+    struct attention attention = {layer, m, heads, tokens, 0, layer->key_heads, out, groups, kept ? space : NULL, done, 0};
     in_team(attend_in_team, &attention);
 }

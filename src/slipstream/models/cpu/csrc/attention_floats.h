@@ -25,13 +25,17 @@ static void widen(const uint16_t *from, struct branch branch, int64_t start, int
     }
 }
 
-static void fill_tile(struct tile *tile, const uint16_t *keys, const uint16_t *values, struct branch branch, int64_t start,
-                      int64_t last, int64_t size) {
-    widen(keys, branch, start, last, size, tile->keys_in_rows);
-    widen(values, branch, start, last, size, tile->values);
+/* `count` numbers of each key, from number `first` of its own on. */
+static void fill_keys(struct tile *tile, const uint16_t *from, struct branch branch, int64_t start, int64_t last, int64_t count,
+                      int64_t first) {
+    widen(from, branch, start, last, count, tile->keys_in_rows);
     for (int half = 0; half < KEYS; half += 16)
-        for (int64_t i = 0; i < size; i += 16)
-            transpose(tile->keys_in_rows + half * size + i, size, tile->keys + i * KEYS + half, KEYS);
+        for (int64_t i = 0; i < count; i += 16)
+            transpose(tile->keys_in_rows + half * count + i, count, tile->keys + (first + i) * KEYS + half, KEYS);
+}
+
+static void fill_values(struct tile *tile, const uint16_t *from, struct branch branch, int64_t start, int64_t last, int64_t size) {
+    widen(from, branch, start, last, size, tile->values);
 }
 
 /* Whether no value of the first `there` positions is infinite or NaN. */

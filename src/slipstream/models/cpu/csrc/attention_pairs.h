@@ -12,7 +12,7 @@ struct query {
 struct tile {
     _Alignas(64) uint32_t keys[MAX_HEAD_SIZE / 2 * KEYS];
     _Alignas(64) uint16_t values[MAX_HEAD_SIZE * KEYS];
-    _Alignas(64) uint16_t own_keys[MAX_HEAD_SIZE * KEYS], own_values[MAX_HEAD_SIZE * KEYS];
+    _Alignas(64) uint16_t own[MAX_HEAD_SIZE * KEYS]; /* keys or values that are not at their positions' places */
 };
 
 static void set_numbers(struct query *q, const uint16_t *numbers, int64_t size) {
@@ -48,15 +48,22 @@ static inline void collect(const uint16_t *from, struct branch branch, int64_t s
         else memcpy(to + i * size, from + place_of(start + i, branch) * size, size * sizeof *to);
 }
 
-static void fill_tile(struct tile *tile, const uint16_t *keys, const uint16_t *values, struct branch branch, int64_t start,
-                      int64_t last, int64_t size) {
-    const uint16_t *these_keys = keys + start * size, *these_values = values + start * size;
-    if (branch.path && start + KEYS > branch.fork) {
-        collect(keys, branch, start, last, size, tile->own_keys), these_keys = tile->own_keys;
-        collect(values, branch, start, last, size, tile->own_values), these_values = tile->own_values;
-    }
-    transpose_keys(these_keys, size, tile->keys);
-    interleave(these_values, last + 1 - start, size, tile->values);
+/* The numbers [KEYS][size] of 32 positions, from `start` on: in the cache or, if their places differ, in tile->own. */
+static const uint16_t *rows_of(struct tile *tile, const uint16_t *from, struct branch branch, int64_t start, int64_t last,
+                               int64_t size) {
+    if (!branch.path || start + KEYS <= branch.fork) return from + start * size;
+    collect(from, branch, start, last, size, tile->own);
+    return tile->own;
+}
+
+/* `count` numbers of each key, from number `first` of its own on. */
+static void fill_keys(struct tile *tile, const uint16_t *from, struct branch branch, int64_t start, int64_t last, int64_t count,
+                      int64_t first) {
+    transpose_keys(rows_of(tile, from, branch, start, last, count), count, tile->keys + first / 2 * KEYS);
+}
+
+static void fill_values(struct tile *tile, const uint16_t *from, struct branch branch, int64_t start, int64_t last, int64_t size) {
+    interleave(rows_of(tile, from, branch, start, last, size), last + 1 - start, size, tile->values);
 }
 
 /* Whether no value is infinite or NaN; those behind the last position are 0. */

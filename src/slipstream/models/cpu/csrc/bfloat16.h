@@ -12,11 +12,24 @@
 /* `multiply` of kernels.h by a layer in blocks, whose format has codes; see blocks/products.c. */
 void multiply_blocks_bf16(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint8_t *space);
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512VNNI__)
+ALWAYS __m512 upper_half(__m512i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)); }
 ALWAYS floats load_bf16(const uint16_t *from) {
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    return upper_half(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)));
 }
+
+/* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */
+ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16_t *to) {
+    __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table));
+    __m512i lowest = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)(table + 16)));
+    __m512i sign = _mm512_set1_epi8((char)0x80);
+    upper = _mm512_ternarylogic_epi32(data, sign, _mm512_shuffle_epi8(upper, codes), 0xEA);   /* data & sign | */
+    lowest = _mm512_ternarylogic_epi32(data, sign, _mm512_shuffle_epi8(lowest, codes), 0xBA); /* data & ~sign | */
+    _mm512_store_si512(to, _mm512_unpacklo_epi8(lowest, upper));
+    _mm512_store_si512(to + 32, _mm512_unpackhi_epi8(lowest, upper));
+}
+
+#if defined(__AVX512BF16__)
 ALWAYS void store_bf16(uint16_t *to, floats x) { _mm256_storeu_si256((void *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 /* Two numbers, to be multiplied with all pairs. */
@@ -31,12 +44,7 @@ ALWAYS void transpose_words(const uint16_t *from, int64_t stride, uint32_t *to, 
     transpose((const float *)(const void *)from, stride / 2, (float *)(void *)to, step);
 }
 
-#elif defined(__AVX512VNNI__) /* this variant and all that follow widen numbers to float32 */
-ALWAYS __m512 upper_half(__m512i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)); }
-ALWAYS floats load_bf16(const uint16_t *from) {
-    return upper_half(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)));
-}
-
+#else /* this variant and all that follow widen numbers to float32 */
 /* To the nearest, ties to even; NaN stays NaN. */
 ALWAYS void store_bf16(uint16_t *to, floats x) {
     __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -51,6 +59,7 @@ ALWAYS floats load_first_of_pairs(const uint16_t *from) { return upper_half(_mm5
 ALWAYS floats load_second_of_pairs(const uint16_t *from) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32((int)0xffff0000)));
 }
+#endif
 
 #elif defined(__AVX2__)
 ALWAYS __m256 eight_wide(const uint16_t *from) {
@@ -171,19 +180,6 @@ ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16
         uint8_t upper = (data.v[i] & 0x80) | table[code], lowest = (data.v[i] & 0x7f) | table[16 + code];
         to[place] = (uint16_t)(upper << 8 | lowest);
     }
-}
-#endif
-
-#if defined(__AVX512VNNI__) /* both variants of AVX-512 */
-/* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */
-ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16_t *to) {
-    __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table));
-    __m512i lowest = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)(table + 16)));
-    __m512i sign = _mm512_set1_epi8((char)0x80);
-    upper = _mm512_ternarylogic_epi32(data, sign, _mm512_shuffle_epi8(upper, codes), 0xEA);   /* data & sign | */
-    lowest = _mm512_ternarylogic_epi32(data, sign, _mm512_shuffle_epi8(lowest, codes), 0xBA); /* data & ~sign | */
-    _mm512_store_si512(to, _mm512_unpacklo_epi8(lowest, upper));
-    _mm512_store_si512(to + 32, _mm512_unpackhi_epi8(lowest, upper));
 }
 #endif
 

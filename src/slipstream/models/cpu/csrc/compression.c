@@ -13,7 +13,7 @@
 
 enum {
     CODES = 15,  /* exponents that have a code; one more code stands for 0 */
-    TALLIES = 4, /* counters of every exponent, so that neighbours of equal exponent do not wait for each other */
+    TALLIES = 4, /* counters of every exponent, so that neighbors of equal exponent do not wait for each other */
     PAIRS = 16   /* pairs of inputs that are compressed together */
 };
 

@@ -23,8 +23,7 @@ struct panels {
 
 static inline struct panels panels_of(const struct member *me, struct shares *shares, const struct linear *w) {
     int64_t count = (w->outputs + PANEL - 1) / PANEL;
-    int64_t at_a_time = least(HANDED_OUT / (w->inputs / 4 * QUAD), count / (8 * me->count));
-    return (struct panels){me, shares, count, at_a_time < 1 ? 1 : at_a_time, 0, 0, 0};
+    return (struct panels){me, shares, count, taken_together(me, w->inputs / 4 * QUAD, count), 0, 0, 0};
 }
 
 /* The next panel, `count` if there is none. */

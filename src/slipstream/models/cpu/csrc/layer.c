@@ -19,11 +19,13 @@ static void multiply_by(const struct layer *layer, const struct linear *w, const
 }
 
 /* In float32, rounded once. */
-static void multiply_by_experts(const struct experts *experts, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space) {
+static void multiply_by_experts(const struct experts *experts, const uint16_t *x, const uint16_t *routed, int64_t tokens,
+                                uint16_t *out, uint16_t *space) {
     int64_t count = tokens * experts->hidden;
-    float *entering = (float *)from_64(space), *sums = entering + count;
+    float *entering = (float *)from_64(space), *of_router = entering + count, *sums = of_router + count;
     for (int64_t i = 0; i < count; i += LANES) store_floats(entering + i, load_bf16(x + i));
-    multiply_experts(experts, entering, tokens, NULL, sums, from_64(sums + count));
+    for (int64_t i = 0; routed && i < count; i += LANES) store_floats(of_router + i, load_bf16(routed + i));
+    multiply_experts(experts, entering, routed ? of_router : NULL, tokens, NULL, sums, from_64(sums + count));
     for (int64_t i = 0; i < count; i += LANES) store_bf16(out + i, load_floats(sums + i));
 }
 
@@ -47,6 +49,6 @@ static void rotate(uint16_t *head, int64_t size, const uint16_t *cosines, const 
 /* How many bfloat16 numbers of scratch space these functions need. length: of the cache; 0 for those without one. */
 int64_t layer_scratch(const struct layer *layer, int64_t tokens, int64_t length) {
     int64_t of_product = tokens * SPACE * (widest(layer) + BLOCK), of_experts = 0;
-    if (layer->experts) of_experts = tokens * layer->hidden * 4 + (experts_scratch(layer->experts, tokens) + 128) / 2;
+    if (layer->experts) of_experts = tokens * layer->hidden * 6 + (experts_scratch(layer->experts, tokens) + 128) / 2;
     return numbers_needed(layer, tokens, length) + (of_experts > of_product ? of_experts : of_product);
 }

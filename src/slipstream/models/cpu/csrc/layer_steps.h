@@ -1,10 +1,10 @@
 /* A decoder layer around its attention, for layer.c and blocks/float_layer.c: norms before and after both parts, rotary
  * positions, a feed-forward part with or without a gate. Everything here treats each token by itself, so its bits do not
- * depend on its neighbours.
+ * depend on its neighbors.
  *
  * The file that includes this one defines before: `number`, the type of the hidden states; layer_type and cache_type;
  * load_number, store_number and round_number, of 16 numbers; rounds_first(norm); rotate(head, size, cosines, sines);
- * multiply_by(layer, linear, x, tokens, out, space); and multiply_by_experts(experts, x, tokens, out, space).
+ * multiply_by(layer, linear, x, tokens, out, space); and multiply_by_experts(experts, x, routed, tokens, out, space).
  */
 #include <math.h>
 
@@ -12,9 +12,9 @@ enum { FEW = 8 /* tokens that one thread finishes before a second one has starte
 
 #include "mixer_steps.h"
 
-static void normalise(const struct norm *norm, const number *x, int64_t size, number *out) {
+static void normalize(const struct norm *norm, const number *x, int64_t size, number *out) {
     floats mean = all_floats(0), squares = all_floats(0);
-    if (norm->is_centred) {
+    if (norm->is_centered) {
         for (int64_t i = 0; i < size; i += LANES) mean = add_floats(mean, load_number(x + i));
         mean = all_floats(sum_of(mean) / (float)size);
     }
@@ -31,21 +31,20 @@ static void normalise(const struct norm *norm, const number *x, int64_t size, nu
     }
 }
 
-/* The activation of the gate [inner] times the up projection [inner] that follows it; without a gate, the activation. */
-static void activate(const layer_type *layer, const number *both, number *out) {
-    floats one = all_floats(1), slope = all_floats(layer->slope), cubic = all_floats(layer->cubic);
-    for (int64_t i = 0; i < layer->inner; i += LANES) {
-        floats x = load_number(both + i);
+/* The activation of the gate [size] times the numbers of `up`; NULL: the activation. */
+static void activate(const layer_type *layer, const number *gate, const number *up, int64_t size, number *out) {
+    floats slope = all_floats(layer->slope), cubic = all_floats(layer->cubic);
+    for (int64_t i = 0; i < size; i += LANES) {
+        floats x = load_number(gate + i);
         floats z = multiply_floats(x, add_product(slope, multiply_floats(x, x), cubic));
-        z = max_floats(min_floats(subtract_floats(all_floats(0), z), all_floats(88)), all_floats(-86));
-        floats y = round_number(divide_floats(x, add_floats(one, exponential(z))));
-        store_number(out + i, layer->is_gated ? multiply_floats(y, load_number(both + layer->inner + i)) : y);
+        floats y = round_number(times_sigmoid(x, z));
+        store_number(out + i, up ? multiply_floats(y, load_number(up + i)) : y);
     }
 }
 
 /* out = x plus what a part of the layer has computed, all [size]: y, put through the norm if there is one. */
 static void add_residual(const layer_type *layer, const struct norm *norm, const number *x, number *y, number *out) {
-    if (norm->weight) normalise(norm, y, layer->hidden, y);
+    if (norm->weight) normalize(norm, y, layer->hidden, y);
     for (int64_t i = 0; i < layer->hidden; i += LANES) {
         floats added = load_number(y + i);
         if (layer->residual != 1) added = round_number(multiply_floats(added, all_floats(layer->residual)));
@@ -57,16 +56,17 @@ static void add_residual(const layer_type *layer, const struct norm *norm, const
 struct pass {
     const layer_type *layer;
     const number *hidden, *cosines, *sines;
-    number *normed, *heads, *product, *both, *gated, *out;
+    number *normed, *heads, *product, *both, *gated, *entering, *routed, *out;
+    const cache_type *memory;
 };
 
 static void norm_token(int64_t t, void *given) {
     const struct pass *of = given;
     int64_t width = of->layer->hidden;
-    normalise(&of->layer->before_attention, of->hidden + t * width, width, of->normed + t * width);
+    normalize(&of->layer->before_attention, of->hidden + t * width, width, of->normed + t * width);
 }
 
-/* Rotates the first numbers of a head, neighbours with each other or those of the two halves. */
+/* Rotates the first numbers of a head, neighbors with each other or those of the two halves. */
 static void rotate_head(const layer_type *layer, number *head, const number *cosines, const number *sines) {
     int64_t half = layer->rotated / 2;
     number halves[MAX_HEAD_SIZE];
@@ -76,47 +76,107 @@ static void rotate_head(const layer_type *layer, number *head, const number *cos
     }
     for (int64_t i = 0; i < half; i++) halves[i] = head[2 * i], halves[half + i] = head[2 * i + 1];
     rotate(halves, layer->rotated, cosines, sines);
-    for (int64_t i = 0; i < half; i++) head[2 * i] = halves[i], head[2 * i + 1] = halves[half + i];
+    if (layer->parts_pairs) memcpy(head, halves, layer->rotated * sizeof *head);
+    for (int64_t i = 0; i < half && !layer->parts_pairs; i++) head[2 * i] = halves[i], head[2 * i + 1] = halves[half + i];
 }
+
+#include "latent_steps.h"
 
 static void rotate_token(int64_t t, void *given) {
     const struct pass *of = given;
     const layer_type *layer = of->layer;
-    int64_t size = layer->size, all = layer->heads + 2 * layer->key_heads, rotated = layer->rotated;
+    int64_t size = layer->size, all = heads_of_token(layer), rotated = layer->rotated;
+    int64_t keys_too = layer->heads + (layer->reuses_keys ? 0 : layer->key_heads);
     number *queries = of->heads + t * all * size, *keys = queries + layer->heads * size;
     if (layer->norms_all_heads) {
-        normalise(&layer->queries, queries, layer->heads * size, queries);
-        normalise(&layer->keys, keys, layer->key_heads * size, keys);
+        normalize(&layer->queries, queries, layer->heads * size, queries);
+        normalize(&layer->keys, keys, layer->key_heads * size, keys);
     }
-    for (int64_t h = 0; h < layer->heads + layer->key_heads; h++) {
+    for (int64_t h = 0; h < keys_too; h++) {
         const struct norm *norm = h < layer->heads ? &layer->queries : &layer->keys;
         number *head = queries + h * size;
-        if (norm->weight && !layer->norms_all_heads) normalise(norm, head, size, head);
+        if (norm->weight && !layer->norms_all_heads) normalize(norm, head, size, head);
         int64_t start = layer->grows_queries ? (2 * t + (h < layer->heads)) * rotated : t * rotated;
         if (rotated) rotate_head(layer, head, of->cosines + start, of->sines + start);
     }
+    number *values = keys + layer->key_heads * size;
+    for (int64_t h = 0; layer->values.weight && h < layer->key_heads; h++)
+        normalize(&layer->values, values + h * size, size, values + h * size);
 }
 
 static void end_attention(int64_t t, void *given) {
     const struct pass *of = given;
     const layer_type *layer = of->layer;
     int64_t width = layer->hidden, start = t * width;
-    if (layer->is_parallel) normalise(&layer->before_attention, of->hidden + start, width, of->normed + start);
+    if (layer->is_parallel) normalize(&layer->before_attention, of->hidden + start, width, of->normed + start);
     add_residual(layer, &layer->after_attention, of->hidden + start, of->product + start, of->out + start);
     if (layer->before_feed_forward.weight)
-        normalise(&layer->before_feed_forward, of->out + start, width, of->normed + start);
+        normalize(&layer->before_feed_forward, of->out + start, width, of->normed + start);
 }
 
 static void activate_token(int64_t t, void *given) {
     const struct pass *of = given;
     int64_t inner = of->layer->inner;
-    activate(of->layer, of->both + t * (of->layer->is_gated ? 2 : 1) * inner, of->gated + t * inner);
+    const number *gate = of->both + t * (of->layer->is_gated ? 2 : 1) * inner;
+    activate(of->layer, gate, of->layer->is_gated ? gate + inner : NULL, inner, of->gated + t * inner);
 }
 
-static void end_layer(int64_t t, void *given) {
+/* The norms of what enters experts that stand beside a dense part. */
+static void norm_for_experts(int64_t t, void *given) {
     const struct pass *of = given;
-    int64_t start = t * of->layer->hidden;
-    add_residual(of->layer, &of->layer->after_feed_forward, of->out + start, of->product + start, of->out + start);
+    int64_t width = of->layer->hidden, start = t * width;
+    normalize(&of->layer->before_experts, of->out + start, width, of->entering + start);
+    normalize(&of->layer->before_router, of->out + start, width, of->routed + start);
+}
+
+/* Adds what the dense part has given, in `normed`, to the experts' sum. */
+static void add_dense(int64_t t, void *given) {
+    const struct pass *of = given;
+    const layer_type *layer = of->layer;
+    int64_t width = layer->hidden;
+    number *sum = of->product + t * width, *dense = of->normed + t * width;
+    if (layer->after_experts.weight) normalize(&layer->after_experts, sum, width, sum);
+    if (layer->after_dense.weight) normalize(&layer->after_dense, dense, width, dense);
+    for (int64_t i = 0; i < width; i += LANES) store_number(sum + i, add_floats(load_number(dense + i), load_number(sum + i)));
+}
+
+static void scale_token(const layer_type *layer, number *out) {
+    floats scale = all_floats(layer->scale);
+    for (int64_t i = 0; layer->scale != 1 && i < layer->hidden; i += LANES)
+        store_number(out + i, multiply_floats(load_number(out + i), scale));
+}
+
+static void end_feed_forward(int64_t t, void *given) {
+    const struct pass *of = given;
+    int64_t width = of->layer->hidden;
+    number *out = of->out + t * width;
+    add_residual(of->layer, &of->layer->after_feed_forward, out, of->product + t * width, out);
+    if (!of->layer->input_size) scale_token(of->layer, out);
+}
+
+static void gate_inputs(int64_t t, void *given) {
+    const struct pass *of = given;
+    int64_t size = of->layer->input_size;
+    number *gated = of->gated + t * size;
+    activate(of->layer, gated, (const number *)of->memory->inputs + t * of->memory->input_step, size, gated);
+}
+
+static void end_inputs(int64_t t, void *given) {
+    const struct pass *of = given;
+    int64_t width = of->layer->hidden;
+    number *out = of->out + t * width;
+    add_residual(of->layer, &of->layer->after_input, out, of->product + t * width, out);
+    scale_token(of->layer, out);
+}
+
+/* Adds to out [tokens][hidden] what the layer makes of its numbers of a second embedding. */
+static void add_inputs(const layer_type *layer, const cache_type *memory, int64_t tokens, number *out, number *space) {
+    number *product = space + tokens * layer->input_size, *rest = product + tokens * layer->hidden;
+    struct pass pass = {layer, .gated = space, .product = product, .out = out, .memory = memory};
+    multiply_by(layer, &layer->input_gate, out, tokens, space, rest);
+    for_each(tokens, tokens > FEW, gate_inputs, &pass);
+    multiply_by(layer, &layer->input_projection, space, tokens, product, rest);
+    for_each(tokens, tokens > FEW, end_inputs, &pass);
 }
 
 /* The norm and the first product: out [tokens][outputs]. space: see `layer_scratch`. */
@@ -136,7 +196,8 @@ void project_qkv_rope(const layer_type *layer, const number *hidden, int64_t tok
     for_each(tokens, tokens > FEW, rotate_token, &pass);
 }
 
-/* From hidden [tokens][hidden] and attention's output [tokens][heads][size] to the next layer's hidden. */
+/* From hidden [tokens][hidden] and attention's output [tokens][heads][size] to the next layer's hidden, but for what a
+ * second embedding adds. */
 void residual_mlp(const layer_type *layer, const number *hidden, const number *attended, int64_t tokens, number *out,
                   number *space) {
     number *normed = space + tokens * layer->hidden, *both = normed + tokens * layer->hidden;
@@ -145,14 +206,20 @@ void residual_mlp(const layer_type *layer, const number *hidden, const number *a
     const number *entering = layer->is_parallel || layer->before_feed_forward.weight ? normed : out;
     multiply_by(layer, &layer->out, attended, tokens, space, rest);
     for_each(tokens, tokens > FEW, end_attention, &pass);
-    if (layer->experts) {
-        multiply_by_experts(layer->experts, entering, tokens, space, rest);
-    } else {
+    if (layer->experts && layer->before_experts.weight) {
+        pass.entering = rest, pass.routed = rest + tokens * layer->hidden;
+        for_each(tokens, tokens > FEW, norm_for_experts, &pass);
+        multiply_by_experts(layer->experts, pass.entering, pass.routed, tokens, space, rest + 2 * tokens * layer->hidden);
+    } else if (layer->experts) {
+        multiply_by_experts(layer->experts, entering, NULL, tokens, space, rest);
+    }
+    if (layer->inner) {
         multiply_by(layer, &layer->gate_up, entering, tokens, both, rest);
         for_each(tokens, tokens > 1, activate_token, &pass);
-        multiply_by(layer, &layer->down, gated, tokens, space, rest);
+        multiply_by(layer, &layer->down, gated, tokens, layer->experts ? normed : space, rest);
+        if (layer->experts) for_each(tokens, tokens > FEW, add_dense, &pass);
     }
-    for_each(tokens, tokens > FEW, end_layer, &pass);
+    for_each(tokens, tokens > FEW, end_feed_forward, &pass);
 }
 
 /* The layer after its first product, attention included. heads [tokens][heads + 2 * key_heads][size]: queries, keys and
@@ -177,20 +244,25 @@ void whole_layer(const layer_type *layer, const cache_type *memory, const number
                  const number *cosines, const number *sines, number *out, number *space) {
     number *projected = space + mixing_space(layer, tokens, memory->length);
     number *attended = projected + tokens * layer->qkv.outputs, *rest = attended + tokens * layer->out.inputs;
-    number *heads = layer->gates_queries ? rest : projected;
+    int is_parted = layer->gates_queries || layer->shares_values;
+    number *heads = is_parted ? rest : projected;
     project(layer, hidden, tokens, projected, rest);
     if (layer->mixer) {
         mix(layer, memory, projected, tokens, attended, space);
+    } else if (layer->latent) {
+        number *of_product = rest + latent_bytes(layer, tokens) / (int64_t)sizeof *rest;
+        attend_latent(layer, memory, projected, tokens, cosines, sines, attended, space, rest, of_product);
     } else {
         struct pass pass = {layer, .cosines = cosines, .sines = sines, .heads = heads};
         struct mixing mixing = {layer, projected, layer->qkv.outputs, .out = heads};
-        if (layer->gates_queries) for_each(tokens, tokens > FEW, part_queries, &mixing);
+        if (is_parted) for_each(tokens, tokens > FEW, part_heads, &mixing);
         for_each(tokens, tokens > FEW, rotate_token, &pass);
         attend(layer, memory, heads, tokens, attended, space);
         mixing.out = attended;
         if (layer->gates_queries) for_each(tokens, tokens > FEW, gate_attended, &mixing);
     }
     residual_mlp(layer, hidden, attended, tokens, out, rest);
+    if (layer->input_size) add_inputs(layer, memory, tokens, out, rest);
 }
 
 /* The arguments of `all_layers`. */
@@ -219,14 +291,17 @@ static void compute_layers(void *given) {
         memory.keys = of->keys, memory.values = of->values;
         memory.length = of->length, memory.window = of->window, memory.scaling = of->scaling;
         const number *const *own = stack->rotations + 2 * of->rotation;
-        int64_t width = ((const layer_type *)of->layer)->hidden;
+        const layer_type *layer = of->layer;
+        int64_t width = layer->hidden;
+        if (layer->input_size) memory.inputs = (const number *)memory.inputs + (of - stack->layers) * layer->input_size;
         if (of->entering) keep_entering(of->entering, &memory, stack->hidden, stack->tokens, width);
-        whole_layer(of->layer, &memory, stack->hidden, stack->tokens, own[0], own[1], stack->hidden, stack->space);
+        whole_layer(layer, &memory, stack->hidden, stack->tokens, own[0], own[1], stack->hidden, stack->space);
     }
 }
 
 /* All layers of a model: hidden [tokens][hidden] becomes the output of the last one. shared: the cache, but for keys,
- * values, length, window and scaling, which each layer has of its own. rotations: cosines and sines of each kind.
+ * values, length, window and scaling, which each layer has of its own; a second embedding's numbers for each layer follow
+ * those for the one before. rotations: cosines and sines of each kind.
  * space: for the layer that needs the most, see `layer_scratch`. */
 void all_layers(const struct stacked_layer *layers, int64_t count, const cache_type *shared, number *hidden,
                 int64_t tokens, const number *const *rotations, number *space) {
@@ -235,21 +310,24 @@ void all_layers(const struct stacked_layer *layers, int64_t count, const cache_t
 }
 
 /* out = the norm of x, both [tokens][size]. */
-void normalise_tokens(const struct norm *norm, const number *x, int64_t tokens, int64_t size, number *out) {
-    for (int64_t t = 0; t < tokens; t++) normalise(norm, x + t * size, size, out + t * size);
+void normalize_tokens(const struct norm *norm, const number *x, int64_t tokens, int64_t size, number *out) {
+    for (int64_t t = 0; t < tokens; t++) normalize(norm, x + t * size, size, out + t * size);
 }
 
 /* The largest number of inputs of a product of a layer. */
 static int64_t widest(const layer_type *layer) {
-    int64_t most = layer->out.inputs;
+    int64_t most = layer->out.inputs > layer->queries_up.inputs ? layer->out.inputs : layer->queries_up.inputs;
     if (layer->inner > most) most = layer->inner;
+    if (layer->input_size > most) most = layer->input_size;
     return layer->hidden > most ? layer->hidden : most;
 }
 
 /* How many numbers of scratch space these functions need, besides that of a product. length: of the cache; 0 for
  * functions without one. */
 static int64_t numbers_needed(const layer_type *layer, int64_t tokens, int64_t length) {
-    int64_t both = layer->qkv.outputs + layer->out.inputs, rest = 2 * layer->hidden + 3 * layer->inner;
-    if (layer->gates_queries) both += layer->qkv.outputs;
-    return mixing_space(layer, tokens, length) + tokens * (both + rest);
+    int64_t both = layer->qkv.outputs + layer->out.inputs, rest = 2 * layer->hidden + 3 * layer->inner + layer->input_size;
+    if (layer->gates_queries || layer->shares_values) both += (layer->heads + 2 * layer->key_heads) * layer->size;
+    if (layer->before_experts.weight) rest += 2 * layer->hidden;
+    int64_t of_latent = latent_bytes(layer, tokens) / (int64_t)sizeof(number);
+    return mixing_space(layer, tokens, length) + tokens * (both + rest) + of_latent;
 }

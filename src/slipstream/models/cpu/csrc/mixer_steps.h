@@ -14,12 +14,6 @@ struct mixing {
 
 static int64_t outputs_of(const struct recurrence *r) { return r->heads ? r->heads * r->value_size : r->channels; }
 
-/* y times the sigmoid of x; y = x: SiLU. */
-static floats times_sigmoid(floats y, floats x) {
-    floats z = max_floats(min_floats(subtract_floats(all_floats(0), x), all_floats(88)), all_floats(-86));
-    return divide_floats(y, add_floats(all_floats(1), exponential(z)));
-}
-
 static void take_inputs(int64_t t, void *given) {
     const struct mixing *of = given;
     const struct mixer *m = of->layer->mixer;
@@ -32,7 +26,7 @@ static void take_inputs(int64_t t, void *given) {
     memcpy(to + r->channels, x + m->gates, (r->inputs - r->channels) * sizeof *to);
 }
 
-/* The outputs of a group, normalised and multiplied by their gates z, before or after. */
+/* The outputs of a group, normalized and multiplied by their gates z, before or after. */
 static void gate_group(const struct mixer *m, float *y, const number *z, const float *weight, number *out) {
     floats squares = all_floats(0);
     for (int64_t i = 0; i < m->group; i += LANES) {
@@ -83,16 +77,17 @@ static void mix(const layer_type *layer, const cache_type *memory, const number 
     for_each(tokens, tokens > FEW, gate_outputs, &mixing);
 }
 
-/* Of a layer that gates queries: copies queries, keys and values to where attention finds them. Each query is followed by
- * its gate. */
-static void part_queries(int64_t t, void *given) {
+/* Of a layer that gates queries, each of which is followed by its gate, or whose keys are its values, too: copies queries,
+ * keys and values to where attention finds them. */
+static void part_heads(int64_t t, void *given) {
     const struct mixing *of = given;
     const layer_type *layer = of->layer;
-    int64_t size = layer->size, keys_and_values = 2 * layer->key_heads * size;
-    const number *x = of->x + t * of->width;
-    number *to = of->out + t * (layer->heads * size + keys_and_values);
-    for (int64_t h = 0; h < layer->heads; h++) memcpy(to + h * size, x + 2 * h * size, size * sizeof *to);
-    memcpy(to + layer->heads * size, x + 2 * layer->heads * size, keys_and_values * sizeof *to);
+    int64_t size = layer->size, keys = layer->key_heads * size, step = layer->gates_queries ? 2 * size : size;
+    const number *x = of->x + t * of->width, *key = x + layer->heads * step;
+    number *to = of->out + t * (layer->heads * size + 2 * keys), *to_key = to + layer->heads * size;
+    for (int64_t h = 0; h < layer->heads; h++) memcpy(to + h * size, x + h * step, size * sizeof *to);
+    memcpy(to_key, key, keys * sizeof *to);
+    memcpy(to_key + keys, layer->shares_values ? key : key + keys, keys * sizeof *to);
 }
 
 /* Multiplies attention's output by the sigmoids of the gates. */

@@ -1,6 +1,6 @@
 /* Recurrent layers between their projections: a causal convolution, then heads whose states fade and take in tokens.
  *
- * Every token takes the same operations in the same order, so its bits depend neither on its neighbours nor on where a
+ * Every token takes the same operations in the same order, so its bits depend neither on its neighbors nor on where a
  * forward begins. The specification is recurrence.py.
  */
 #include "kernels.h"
@@ -65,7 +65,7 @@ static void convolve(const struct recurrence *r, const struct row *seen, const i
     }
 }
 
-static void normalise(float *x, int64_t size, float scale) {
+static void normalize(float *x, int64_t size, float scale) {
     floats squares = all_floats(0);
     for (int64_t i = 0; i < size; i += LANES) squares = add_product(squares, load_floats(x + i), load_floats(x + i));
     floats factor = all_floats(scale / sqrtf(sum_of(squares) + 1e-6f));
@@ -143,9 +143,9 @@ static void head_of_row(const struct recurrence *r, const struct segment *s, int
         convolve(r, seen, there, r->queries + shared * r->key_size, r->key_size, query);
         convolve(r, seen, there, r->keys + shared * r->key_size, r->key_size, key);
         convolve(r, seen, there, r->values + head * r->value_size, r->value_size, value);
-        if (r->normalised) {
-            normalise(query, r->key_size, 1 / sqrtf((float)r->key_size));
-            normalise(key, r->key_size, 1);
+        if (r->normalized) {
+            normalize(query, r->key_size, 1 / sqrtf((float)r->key_size));
+            normalize(key, r->key_size, 1);
         }
         float stays, takes;
         gate(r, seen[r->taps - 1], head, &stays, &takes);

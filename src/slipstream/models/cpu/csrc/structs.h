@@ -1,4 +1,4 @@
-/* Structs and constants that Python mirrors (structs.py); layout.c exports their sizes. Plain C, no intrinsics.
+/* Structs and constants that Python reads from here (structs.py). Plain C, no intrinsics.
  *
  * Numbers of type uint16_t are bfloat16, but for keys and values of layers that compute in float32: these are float16.
  */
@@ -13,8 +13,9 @@ enum {
     QUAD = 192,            /* bytes of 4 inputs of a panel */
     GROUP = 32,            /* inputs of a token that share the scale of its activations */
     SPACE = 3,             /* bfloat16 numbers of scratch space per input of a product: a float32 copy and its sums */
-    MAX_HEAD_SIZE = 256,   /* numbers in an attention head */
+    MAX_HEAD_SIZE = 576,   /* numbers in a head */
     MAX_SHARED_HEADS = 64, /* query heads that may share a key head */
+    MAX_GROUPS = 64,       /* of experts, from which some are chosen first */
     MAX_STATE = 65536,     /* numbers in the state of a recurrent head */
     MAX_TAPS = 8           /* tokens that a channel of a convolution sees */
 };
@@ -30,32 +31,46 @@ struct linear {
     const uint16_t *bias;
 };
 
-/* A norm. weight: [size], NULL if there is no norm; bias: [size] or NULL. is_centred: LayerNorm, which subtracts the mean;
+/* A norm. weight: [size], NULL if there is no norm; bias: [size] or NULL. is_centered: LayerNorm, which subtracts the mean;
  * else root mean square norm. rounds_first: of a bfloat16 layer, whether it rounds before it multiplies by the weight,
  * too. */
 struct norm {
     const float *weight, *bias;
     float eps;
-    int32_t rounds_first, is_centred;
+    int32_t rounds_first, is_centered;
 };
 
 /* The numbers and switches of a layer; see `LayerPlan` of plan.py. heads: query heads; key_heads each of keys and values
  * follow them. rotated: how many of the numbers of a head are. The gate's activation is
  * x / (1 + exp(-(slope * x + cubic * x^3))): SiLU, or GELU by its tanh formula. mixer: what mixes the tokens in place of
- * attention; NULL in most layers. `qkv` computes all that it takes, `out` takes what it gives. */
+ * attention; NULL in most layers. `qkv` computes all that it takes, `out` takes what it gives. scale: a factor of what
+ * leaves the layer. shares_values: keys, as they are before their norm, are the values, too. reuses_keys: the layer has
+ * queries only, and attends to keys and values that an earlier one has written. input_size: how many numbers a second
+ * embedding gives the layer for each token; 0: there is none. parts_pairs: numbers that were rotated in pairs stand in two
+ * halves afterwards. */
 #define LAYER_NUMBERS                                                                                   \
-    int64_t hidden, inner, heads, key_heads, size, rotated;                                             \
-    float slope, cubic, residual, soft_cap;                                                             \
-    int32_t rotates_pairs, grows_queries, norms_all_heads, is_gated, is_parallel, gates_queries
+    int64_t hidden, inner, heads, key_heads, size, rotated, input_size;                                 \
+    float slope, cubic, residual, soft_cap, scale;                                                      \
+    int32_t rotates_pairs, grows_queries, norms_all_heads, is_gated, is_parallel, gates_queries, shares_values, \
+        reuses_keys, parts_pairs
+
+/* The norms of heads, and those around the two parts of a layer. Where experts stand beside a dense part, their inputs,
+ * their router's, and what both parts give may have norms of their own. after_input: of what comes of a second embedding. */
+#define LAYER_NORMS                                                                                     \
+    struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward, \
+        values, before_router, before_experts, after_experts, after_dense, after_input
 
 /* sinks: for each query head a score that counts among those of the positions, but has no value; NULL if there are none.
- * experts: the feed-forward part of a mixture, which then has neither gate_up nor down; else NULL. */
+ * experts: the feed-forward part of a mixture; else NULL. If `inner` is not 0, gate_up and down stand beside them, and
+ * the sums of both are added. input_gate, input_projection: of a layer with a second embedding. latent: of latent
+ * attention, else NULL; then queries_up may make queries of what the first product has given for them. */
 struct layer {
-    struct linear qkv, out, gate_up, down;
-    struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
+    struct linear qkv, out, gate_up, down, input_gate, input_projection, queries_up;
+    LAYER_NORMS;
     const float *sinks;
     const struct experts *experts;
     const struct mixer *mixer;
+    const struct latent *latent;
     LAYER_NUMBERS;
 };
 
@@ -63,7 +78,8 @@ struct layer {
  * tokens, whose keys and values are written to their places. A token sees the keys of earlier positions: before
  * position forks[token] those at the place of the same number, from there on those at the places paths[begins[token]],
  * paths[begins[token] + 1], ... forks is NULL if all places are positions. segments: the tokens of each of `rows` rows;
- * a mixer's memory are the latest inputs, in `keys`, and states, in `values`. */
+ * a mixer's memory are the latest inputs, in `keys`, and states, in `values`. inputs: the layer's numbers of a second
+ * embedding for the first token; those of each next one begin input_step numbers further. */
 struct kv_cache {
     uint16_t *keys, *values;
     int64_t length, window; /* window: how many positions a token sees, itself included; 0 for all */
@@ -71,6 +87,8 @@ struct kv_cache {
     const int64_t *slots, *positions, *places, *forks, *begins, *paths;
     const struct segment *segments;
     int64_t rows;
+    const void *inputs;
+    int64_t input_step;
 };
 
 /* One of the layers that are computed in one call: its struct, and its own part of the cache. entering: memory
@@ -89,14 +107,14 @@ struct stacked_layer {
 struct recurrence {
     const float *weight, *bias, *rate, *shift, *skip;
     int64_t channels, taps, inputs, heads, key_heads, key_size, value_size, queries, keys, values, ring;
-    int32_t corrects, normalised, is_float;
+    int32_t corrects, normalized, is_float;
 };
 
 /* A recurrent layer's mixer. Of the numbers that the layer's first product gives a token, the channels begin at `channels`,
  * numbers to multiply them by at `factors` (-1: there are none), the gates of the recurrence at `gates`, those of its
- * outputs at `rest`. Outputs are normalised in groups of `group` and multiplied by the SiLU of their gates, afterwards or,
+ * outputs at `rest`. Outputs are normalized in groups of `group` and multiplied by the SiLU of their gates, afterwards or,
  * if gates_first, before, and then norm has a weight for each output, not only for those of a group. norm: NULL: outputs
- * are not normalised, and multiplied by the gates themselves. places: where each group goes; NULL: in order. */
+ * are not normalized, and multiplied by the gates themselves. places: where each group goes; NULL: in order. */
 struct mixer {
     const struct recurrence *recurrence;
     const float *norm;
@@ -117,7 +135,7 @@ struct segment {
 void advance_states(const struct recurrence *r, const struct segment *segments, int64_t rows, const void *x, void *ring,
                     float *states, float *out);
 
-/* Of the kernels for quantised files, blocks/.
+/* Of the kernels for quantized files, blocks/.
  *
  * A panel is 16 outputs of a part of a linear layer, block by block: a block's scales, then the codes of its inputs, 32
  * inputs at a time. A panel is read from beginning to end, since that is what processors prefetch best. blocks.h lists
@@ -189,6 +207,16 @@ struct expert_matrix {
     const float *bias, *scales;
 };
 
+/* Latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1). Of a token the cache keeps, for all heads together,
+ * `rank` numbers, its latent, in the place of keys, and in that of values the part of its key that is rotated. The matrices
+ * that would make a head's keys and values of them are applied to its queries and to what it attends to instead: to_latent
+ * [rank][plain], from_latent [values][rank]. A query has `plain` numbers that are not rotated, then those that are. planes:
+ * of activations. */
+struct latent {
+    int64_t rank, plain, values, planes;
+    struct expert_matrix to_latent, from_latent;
+};
+
 /* Experts of equal size: gate and up [inner][hidden], down [hidden][inner]. */
 struct expert_set {
     int64_t inner;
@@ -227,7 +255,8 @@ struct stored_experts {
  *
  * router: numbers [count][hidden]; its products with a token, plus router_bias, are the token's logits. Scores are the
  * logits' sigmoids or their softmax. The `used` experts of the largest logits are chosen or, with a choice_bias, of the
- * largest sums of score and bias. If `normalises`, scores are divided by `floor` plus the sum of
+ * largest sums of score and bias; if used_groups is less than groups, from so many of the groups of successive experts, those
+ * in which the largest of these numbers or, of sigmoids, the sum of the largest two is largest. If `normalizes`, scores are divided by `floor` plus the sum of
  * those of the chosen ones; then they are multiplied by `factor`. shared: one expert that all tokens use, with the
  * factor sigmoid(shared_gate * x), or 1; none if `inner` is 0. The activation is
  * g / (1 + exp(-(slope * g + cubic * g^3))) * (u + shift), where g is at most `limit` and u lies within it. reads: how
@@ -239,16 +268,19 @@ struct experts {
     struct block_part router;
     const float *router_bias, *choice_bias, *shared_gate;
     struct expert_set routed, shared;
-    int32_t is_sigmoid, normalises;
+    int64_t groups, used_groups;
+    int32_t is_sigmoid, normalizes;
     float floor, factor, slope, cubic, limit, shift;
     int64_t *reads, num_forced;
     const int32_t *forced;
     struct stored_experts *stored;
 };
 
-/* out [tokens][hidden] = the experts' sum for x [tokens][hidden]. chosen: [tokens][used], which were used, ascending; NULL
- * if nobody asks. space: `experts_scratch` bytes that begin at a multiple of 64. */
-void multiply_experts(const struct experts *of, const float *x, int64_t tokens, int32_t *chosen, float *out, uint8_t *space);
+/* out [tokens][hidden] = the experts' sum for x [tokens][hidden]. routed: what the router reads instead of x; NULL: x.
+ * chosen: [tokens][used], which were used, ascending; NULL if nobody asks. space: `experts_scratch` bytes that begin at a
+ * multiple of 64. */
+void multiply_experts(const struct experts *of, const float *x, const float *routed, int64_t tokens, int32_t *chosen,
+                      float *out, uint8_t *space);
 int64_t experts_scratch(const struct experts *of, int64_t tokens);
 
 /* Scratch memory from its first multiple of 64 on. */
@@ -256,11 +288,12 @@ static inline uint8_t *from_64(const void *space) { return (uint8_t *)(((uintptr
 
 /* planes: of activations, 1 (int8) or 2 (int15). */
 struct float_layer {
-    struct block_linear qkv, out, gate_up, down;
-    struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
+    struct block_linear qkv, out, gate_up, down, input_gate, input_projection, queries_up;
+    LAYER_NORMS;
     const float *sinks;
     const struct experts *experts;
     const struct mixer *mixer;
+    const struct latent *latent;
     int64_t planes;
     LAYER_NUMBERS;
 };

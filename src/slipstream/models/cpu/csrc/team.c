@@ -26,6 +26,8 @@ static inline void relax(void) { __asm__ volatile("yield"); }
 static inline void relax(void) {}
 #endif
 
+enum { THREAD_STACK = 4 << 20 }; /* bytes; attention needs one, more than some systems give a thread */
+
 typedef void thread_function(int64_t number);
 struct start {
     thread_function *function;
@@ -77,7 +79,7 @@ static DWORD WINAPI begin_thread(LPVOID given) {
     return 0;
 }
 static inline int create_thread(struct start *start) {
-    HANDLE thread = CreateThread(NULL, 0, begin_thread, start, 0, NULL);
+    HANDLE thread = CreateThread(NULL, THREAD_STACK, begin_thread, start, STACK_SIZE_PARAM_IS_A_RESERVATION, NULL);
     if (thread) CloseHandle(thread);
     return thread != NULL;
 }
@@ -107,9 +109,13 @@ static void *begin_thread(void *given) {
 }
 static inline int create_thread(struct start *start) {
     pthread_t thread;
-    if (pthread_create(&thread, NULL, begin_thread, start)) return 0;
-    pthread_detach(thread);
-    return 1;
+    pthread_attr_t attributes;
+    if (pthread_attr_init(&attributes)) return 0;
+    pthread_attr_setstacksize(&attributes, THREAD_STACK);
+    int failed = pthread_create(&thread, &attributes, begin_thread, start);
+    pthread_attr_destroy(&attributes);
+    if (!failed) pthread_detach(thread);
+    return !failed;
 }
 #endif
 

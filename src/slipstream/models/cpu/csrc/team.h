@@ -46,6 +46,12 @@ struct shares {
     _Alignas(64) _Atomic int64_t taken[SHARES];
 };
 
+/* How many of `count` units of so many bytes are one item: never more than an eighth of a thread's share. */
+static inline int64_t taken_together(const struct member *me, int64_t bytes, int64_t count) {
+    int64_t units = least(HANDED_OUT / bytes, count / (8 * me->count));
+    return units < 1 ? 1 : units;
+}
+
 /* Takes one of `count` items; returns its number, or `count` if all are taken. tried: how many shares are empty,
  * counted from the thread's own. */
 static inline int64_t take_item(const struct member *me, struct shares *of, int64_t count, int64_t *tried) {

@@ -38,7 +38,7 @@ static inline floats numbers_at(struct numbers x, int64_t i) {
     return x.floats ? load_floats(x.floats + i) : load_bf16(x.halves + i);
 }
 
-void quantise_group(struct numbers x, int64_t first, const struct tiling *of, int place, int count, uint8_t *to) {
+void quantize_group(struct numbers x, int64_t first, const struct tiling *of, int place, int count, uint8_t *to) {
     int64_t planes = of->planes;
     floats parts[2] = {numbers_at(x, first), numbers_at(x, first + LANES)};
     float most = largest_magnitude(parts[0], parts[1]), top = planes == 1 ? LARGEST_INT8 : LARGEST_INT15;
@@ -70,21 +70,26 @@ void quantise_group(struct numbers x, int64_t first, const struct tiling *of, in
     for (int i = 0; i < (of->in_rows ? BEGIN_8 : MARKS); i++) memcpy(marks + i * count * 4, &begins[i], 4);
 }
 
-void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,
-              uint8_t *to) {
+void quantize_groups(struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of, int64_t first_group,
+                     int64_t end, uint8_t *to) {
     static const float none[GROUP] = {0};
-    int64_t groups = inputs / GROUP, end = share_of(me, groups, me->number + 1);
     for (int64_t done = 0; done < tokens; done += of->tokens) {
         int64_t rows = least(of->tokens, tokens - done), count = of->in_rows ? of->tokens : places(rows);
         int64_t bytes = of->in_rows ? tile_group_bytes(count) : group_bytes(of->planes, count);
         uint8_t *tile = to + bytes_before(of, inputs, done);
-        for (int64_t g = share_of(me, groups, me->number); g < end; g++) /* tokens share lines of memory, threads do not */
+        for (int64_t g = first_group; g < end; g++)
             for (int64_t place = 0; place < count; place++) {
                 struct numbers from = place < rows ? x : (struct numbers){none, NULL};
                 int64_t first = place < rows ? (done + place) * inputs + g * GROUP : 0;
-                quantise_group(from, first, of, (int)place, (int)count, tile + g * bytes);
+                quantize_group(from, first, of, (int)place, (int)count, tile + g * bytes);
             }
     }
+}
+
+void quantize(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,
+              uint8_t *to) {
+    int64_t groups = inputs / GROUP; /* tokens share lines of memory, threads do not */
+    quantize_groups(x, inputs, tokens, of, share_of(me, groups, me->number), share_of(me, groups, me->number + 1), to);
     wait_for_team(me);
 }
 

@@ -1,4 +1,4 @@
-/* What the kernels for quantised files share. */
+/* What the kernels for quantized files share. */
 #pragma once
 
 #include <stddef.h>
@@ -94,7 +94,7 @@ struct tiling {
 };
 struct tiling tiling_of(int64_t tokens, int64_t planes);
 
-/* How many bytes `quantise` fills for so many tokens, and how many of them are before the tile that begins with a
+/* How many bytes `quantize` fills for so many tokens, and how many of them are before the tile that begins with a
  * token. */
 int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes);
 int64_t bytes_before(const struct tiling *of, int64_t inputs, int64_t token);
@@ -106,11 +106,15 @@ struct numbers {
 };
 
 /* Rounds numbers to integers, in tiles. All threads of a team must call it: they wait for each other. */
-void quantise(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,
+void quantize(const struct member *me, struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of,
               uint8_t *to);
 
+/* The same for some groups of 32 inputs, in this thread. */
+void quantize_groups(struct numbers x, int64_t inputs, int64_t tokens, const struct tiling *of, int64_t first_group,
+                     int64_t end, uint8_t *to);
+
 /* Rounds 32 inputs of a token, from number `first` of x on, to its place in a tile of `count` places. */
-void quantise_group(struct numbers x, int64_t first, const struct tiling *of, int place, int count, uint8_t *to);
+void quantize_group(struct numbers x, int64_t first, const struct tiling *of, int place, int count, uint8_t *to);
 
 /* A token of a forward, and the factor of what is computed for it. */
 struct token_row {
@@ -118,7 +122,7 @@ struct token_row {
     float weight;
 };
 
-/* Copies the quantised inputs of some tokens, `rows`, to tiles. from: all tokens, in tiles of one token each. To be
+/* Copies the quantized inputs of some tokens, `rows`, to tiles. from: all tokens, in tiles of one token each. To be
  * called by all threads of a team, each of which copies a part of the inputs. */
 void gather(const struct member *me, const uint8_t *from, int64_t inputs, const struct token_row *rows, int64_t count,
             const struct tiling *of, uint8_t *to);
@@ -128,7 +132,7 @@ void multiply_blocks(const struct block_linear *w, const float *x, int64_t token
                      uint8_t *space);
 
 /* A panel times a tile of tokens: sums [tiling's tokens, or places(rows)][LANES]. rows: tokens of the tile; x: their
- * integers, see `quantise`; plain [rows][inputs]: their numbers, which multiply weights in floating point. Where a tile
+ * integers, see `quantize`; plain [rows][inputs]: their numbers, which multiply weights in floating point. Where a tile
  * has rows, between `begin_tiles` and `end_tiles`. */
 void panel_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, const struct tiling *of,
                 const uint8_t *x, const float *plain, float *sums);

@@ -6,7 +6,7 @@
  *
  * Threads wait for each other after the logits, after the choice (and, for several tokens, after their inputs are
  * copied to the tiles of their experts, and after experts that are not in memory are packed), and between the two
- * products. 32 outputs of gate and up are quantised by the
+ * products. 32 outputs of gate and up are quantized by the
  * thread that has computed them.
  */
 #include <math.h>
@@ -30,13 +30,13 @@ struct turn {
     float *plain_gated;
 };
 
-/* A forward of tokens, `before` of which come earlier. absent: the experts that must be packed first. logits, scores:
+/* A forward of tokens, `before` of which come earlier. routed: what the router reads. absent: the experts that must be packed first. logits, scores:
  * [tokens][count, rounded up to 16], then the factor of the shared expert: [tokens]. weights, chosen: [tokens][used].
- * quantised: the tokens in tiles of one each. turns: of the routed experts, ascending, and of the shared
+ * quantized: the tokens in tiles of one each. turns: of the routed experts, ascending, and of the shared
  * one. gathered, plain_gathered, gated, plain_gated: memory for all turns. */
 struct forward {
     const struct experts *of;
-    const float *x;
+    const float *x, *routed;
     int64_t tokens, before;
     int32_t *chosen;
     float *out;
@@ -44,7 +44,7 @@ struct forward {
     int64_t *begins, *absent, num_absent, num_routed, num_turns;
     struct token_row *rows;
     struct turn *turns;
-    uint8_t *quantised, *gathered, *gated;
+    uint8_t *quantized, *gathered, *gated;
     float *plain_gathered, *plain_gated;
     struct shares of_router, of_packing, of_inner, of_outputs;
 };
@@ -72,7 +72,7 @@ static int64_t lay_out(struct forward *f, uint8_t *space) {
     TAKE(f->absent, (of->stored ? least(of->count, routed) : 0) * 8);
     TAKE(f->rows, rows * (int64_t)sizeof *f->rows);
     TAKE(f->turns, (least(of->count, routed) + 1) * (int64_t)sizeof *f->turns);
-    TAKE(f->quantised, of->hidden / GROUP * group_bytes(of->planes, f->tokens));
+    TAKE(f->quantized, of->hidden / GROUP * group_bytes(of->planes, f->tokens));
     TAKE(f->gathered, tile_bytes(of->hidden, rows, of->planes));
     TAKE(f->plain_gathered, rows * of->hidden * 4);
     TAKE(f->gated, tile_bytes(of->routed.inner, routed, of->planes) + tile_bytes(of->shared.inner, shared, of->planes));
@@ -86,13 +86,6 @@ int64_t experts_scratch(const struct experts *of, int64_t tokens) {
     return lay_out(&f, NULL);
 }
 
-/* 1 / (1 + exp(-x)). */
-static floats sigmoid(floats x) {
-    floats z = subtract_floats(all_floats(0), x);
-    z = max_floats(min_floats(z, all_floats(88)), all_floats(-86));
-    return divide_floats(all_floats(1), add_floats(all_floats(1), exponential(z)));
-}
-
 /* A panel of the router times all tokens. */
 static void route_panel(const struct forward *f, int64_t panel) {
     const struct experts *of = f->of;
@@ -102,7 +95,7 @@ static void route_panel(const struct forward *f, int64_t panel) {
     for (int64_t done = 0; done < f->tokens; done += TILE) {
         float sums[TILE * LANES];
         int64_t rows = least(TILE, f->tokens - done);
-        panel_sums(of->router.format, data, of->hidden, rows, &tiling, NULL, f->x + done * of->hidden, sums);
+        panel_sums(of->router.format, data, of->hidden, rows, &tiling, NULL, f->routed + done * of->hidden, sums);
         for (int64_t i = 0; i < rows; i++)
             for (int64_t lane = 0; lane < LANES; lane++) {
                 int64_t expert = panel * LANES + lane;
@@ -136,6 +129,34 @@ static float exponentials(const float *logits, int64_t padded, float most, float
     return sum_of(sums);
 }
 
+/* What decides which experts are chosen. */
+static float key_of(const struct experts *of, const float *logits, const float *scores, int64_t expert) {
+    return of->choice_bias ? scores[expert] + of->choice_bias[expert] : logits[expert];
+}
+
+/* The groups from which a token's experts are chosen, a bit for each. */
+static uint64_t groups_used(const struct experts *of, const float *logits, const float *scores) {
+    float sums[MAX_GROUPS];
+    uint64_t used = 0;
+    int64_t each = of->count / of->groups;
+    for (int64_t g = 0; g < of->groups; g++) {
+        float most = -INFINITY, second = -INFINITY;
+        for (int64_t e = g * each; e < (g + 1) * each; e++) {
+            float key = key_of(of, logits, scores, e);
+            if (key > most) second = most, most = key;
+            else if (key > second) second = key;
+        }
+        sums[g] = of->is_sigmoid ? most + second : most;
+    }
+    for (int64_t n = 0; n < of->used_groups; n++) {
+        int64_t best = -1;
+        for (int64_t g = 0; g < of->groups; g++)
+            if (!(used >> g & 1) && (best < 0 || sums[g] > sums[best])) best = g;
+        used |= (uint64_t)1 << best;
+    }
+    return used;
+}
+
 /* Chooses a token's experts, unless the choice is forced, and computes their weights: NaN if a logit is not finite. */
 static void choose(const struct forward *f, int64_t t) {
     const struct experts *of = f->of;
@@ -144,7 +165,8 @@ static void choose(const struct forward *f, int64_t t) {
     float *scores = f->scores + t * padded, *weights = f->weights + t * used, spoiled = 0;
     int32_t *chosen = f->chosen + t * used;
     for (int64_t e = 0; e < of->count; e++) spoiled += logits[e] * 0;
-    for (int64_t i = 0; of->is_sigmoid && i < padded; i += LANES) store_floats(scores + i, sigmoid(load_floats(logits + i)));
+    for (int64_t i = 0; of->is_sigmoid && i < padded; i += LANES)
+        store_floats(scores + i, times_sigmoid(all_floats(1), load_floats(logits + i)));
     int needs_softmax = !of->is_sigmoid && of->choice_bias; /* which the bias is added to */
     if (needs_softmax) {
         float largest = logits[0];
@@ -152,25 +174,28 @@ static void choose(const struct forward *f, int64_t t) {
         float sum = exponentials(logits, padded, largest, scores);
         for (int64_t e = 0; e < of->count; e++) scores[e] /= sum;
     }
+    uint64_t groups = of->used_groups < of->groups ? groups_used(of, logits, scores) : 0;
+    int64_t each = groups ? of->count / of->groups : of->count;
     for (int64_t n = 0; n < used; n++) {
         int64_t best = -1;
         float most = 0;
         if (of->forced) best = of->forced[(f->before + t) % of->num_forced * used + n];
         for (int64_t e = 0; e < of->count && !of->forced; e++) {
-            float key = of->choice_bias ? scores[e] + of->choice_bias[e] : logits[e];
+            float key = key_of(of, logits, scores, e);
+            if (groups && !(groups >> e / each & 1)) continue;
             if ((best < 0 || key > most) && !is_among(chosen, n, e)) best = e, most = key;
         }
         insert(chosen, n, (int32_t)best);
     }
     float total = 0, most = -INFINITY;
     if (!of->is_sigmoid && !needs_softmax) { /* relative to the largest logit of those whose sum divides */
-        for (int64_t i = 0; i < (of->normalises ? used : of->count); i++) {
-            float logit = logits[of->normalises ? chosen[i] : i];
+        for (int64_t i = 0; i < (of->normalizes ? used : of->count); i++) {
+            float logit = logits[of->normalizes ? chosen[i] : i];
             if (logit > most) most = logit;
         }
         total = exponentials(logits, padded, most, scores);
     }
-    if (of->normalises) {
+    if (of->normalizes) {
         total = 0;
         for (int64_t i = 0; i < used; i++) total += scores[chosen[i]];
         total += of->floor;
@@ -187,7 +212,7 @@ static float shared_weight(const struct experts *of, const float *x) {
     for (int64_t i = 0; i < of->hidden; i += LANES)
         sums = add_product(sums, load_floats(x + i), load_floats(of->shared_gate + i));
     float gate[LANES], logit = sum_of(sums);
-    store_floats(gate, sigmoid(all_floats(logit)));
+    store_floats(gate, times_sigmoid(all_floats(1), all_floats(logit)));
     return gate[0] + logit * 0; /* NaN and infinite numbers stay visible */
 }
 
@@ -208,7 +233,7 @@ static void add_turn(struct forward *f, const struct expert_set *set, int64_t ex
     int64_t hidden = f->of->hidden, planes = f->of->planes, token = f->rows[first].token;
     struct turn turn = {set, expert, first, count, tiling_of(count, planes), next->x, next->plain, next->gated, next->plain_gated};
     if (count == 1) {
-        turn.x = f->quantised + token * (hidden / GROUP) * group_bytes(planes, 1), turn.plain = f->x + token * hidden;
+        turn.x = f->quantized + token * (hidden / GROUP) * group_bytes(planes, 1), turn.plain = f->x + token * hidden;
     } else {
         next->x += activation_bytes(hidden, count, planes), next->plain += count * hidden;
     }
@@ -301,7 +326,7 @@ static void gather_all(const struct member *me, const struct forward *f) {
         const struct token_row *rows = f->rows + turn->first;
         if (turn->count == 1) continue;
         if (reads_integers(turn->of))
-            gather(me, f->quantised, hidden, rows, turn->count, &turn->tiling, (uint8_t *)turn->x);
+            gather(me, f->quantized, hidden, rows, turn->count, &turn->tiling, (uint8_t *)turn->x);
         for (int64_t i = 0; i < turn->count && reads_numbers(turn->of); i++)
             memcpy((float *)turn->plain + i * hidden + first, f->x + rows[i].token * hidden + first, (size_t)(end - first) * 4);
     }
@@ -312,9 +337,7 @@ static floats activated(const struct experts *of, floats gate, floats up) {
     floats limit = all_floats(of->limit), lowest = all_floats(-of->limit);
     gate = min_floats(limit, gate), up = max_floats(lowest, min_floats(limit, up)); /* NaN, if the second, stays */
     floats z = multiply_floats(gate, add_product(all_floats(of->slope), multiply_floats(gate, gate), all_floats(of->cubic)));
-    z = max_floats(min_floats(subtract_floats(all_floats(0), z), all_floats(88)), all_floats(-86));
-    gate = divide_floats(gate, add_floats(all_floats(1), exponential(z)));
-    return multiply_floats(gate, add_floats(up, all_floats(of->shift)));
+    return multiply_floats(times_sigmoid(gate, z), add_floats(up, all_floats(of->shift)));
 }
 
 /* Sums of a tile [rows][LANES] with a panel of an expert's matrix, plus the bias. */
@@ -355,14 +378,8 @@ static void gate_group(const struct forward *f, const struct turn *turn, int64_t
         int64_t bytes = tiling->in_rows ? tile_group_bytes(all) : group_bytes(tiling->planes, all);
         uint8_t *to = turn->gated + bytes_before(tiling, inner, done) + group * bytes;
         for (int64_t i = 0; i < all; i++)
-            quantise_group((struct numbers){i < rows ? gated + i * GROUP : none, NULL}, 0, tiling, (int)i, (int)all, to);
+            quantize_group((struct numbers){i < rows ? gated + i * GROUP : none, NULL}, 0, tiling, (int)i, (int)all, to);
     }
-}
-
-/* How many units of work of so many bytes a thread takes together. */
-static int64_t taken_together(const struct member *me, int64_t bytes, int64_t count) {
-    int64_t units = least(HANDED_OUT / bytes, count / (8 * me->count));
-    return units < 1 ? 1 : units;
 }
 
 /* How many groups of a set's inner numbers a thread takes together, and how many such portions there are. */
@@ -427,7 +444,7 @@ static void compute_experts(const struct member *me, void *given) {
     for (int64_t item; (item = take_item(me, &f->of_router, panels, &tried)) < panels;) route_panel(f, item);
     if (reads_integers(&f->of->routed) || (f->of->shared.inner && reads_integers(&f->of->shared))) {
         const struct tiling singly = {1, f->of->planes, 0};
-        quantise(me, (struct numbers){f->x, NULL}, f->of->hidden, f->tokens, &singly, f->quantised); /* waits at its end */
+        quantize(me, (struct numbers){f->x, NULL}, f->of->hidden, f->tokens, &singly, f->quantized); /* waits at its end */
     } else {
         wait_for_team(me);
     }
@@ -448,10 +465,12 @@ static void compute_experts(const struct member *me, void *given) {
     sum_all(me, f);
 }
 
-void multiply_experts(const struct experts *of, const float *x, int64_t tokens, int32_t *chosen, float *out, uint8_t *space) {
+void multiply_experts(const struct experts *of, const float *x, const float *routed, int64_t tokens, int32_t *chosen,
+                      float *out, uint8_t *space) {
+    routed = routed ? routed : x;
     for (int64_t done = 0; done < tokens; done += MOST_TOGETHER) {
         int64_t count = least(MOST_TOGETHER, tokens - done), start = done * of->hidden;
-        struct forward f = {.of = of, .x = x + start, .tokens = count, .before = done, .out = out + start};
+        struct forward f = {of, x + start, routed + start, .tokens = count, .before = done, .out = out + start};
         lay_out(&f, space);
         in_team(compute_experts, &f);
         if (chosen) memcpy(chosen + done * of->used, f.chosen, (size_t)(count * of->used) * sizeof *chosen);

@@ -1,4 +1,4 @@
-/* A decoder layer in float32 with the weights of a quantised file. */
+/* A decoder layer in float32 with the weights of a quantized file. */
 #include "blocks.h"
 
 typedef float number;
@@ -17,8 +17,9 @@ static void multiply_by(const struct float_layer *layer, const struct block_line
     multiply_blocks(w, x, tokens, layer->planes, out, (uint8_t *)space);
 }
 
-static void multiply_by_experts(const struct experts *experts, const float *x, int64_t tokens, float *out, float *space) {
-    multiply_experts(experts, x, tokens, NULL, out, from_64(space));
+static void multiply_by_experts(const struct experts *experts, const float *x, const float *routed, int64_t tokens,
+                                float *out, float *space) {
+    multiply_experts(experts, x, routed, tokens, NULL, out, from_64(space));
 }
 
 /* RoPE [size]: each half of a head is rotated with the other. */

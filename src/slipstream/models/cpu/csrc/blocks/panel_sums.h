@@ -1,4 +1,4 @@
-/* A panel of codes times a tile of quantised activations; the functions for one plane and for two are compiled side by
+/* A panel of codes times a tile of quantized activations; the functions for one plane and for two are compiled side by
  * side, in panel_sums.c and panel_sums_of_two.c, since that takes the longest of all.
  *
  * The products of 32 inputs are summed as integers, without rounding, and scaled once; scaled sums are added in the

@@ -114,7 +114,7 @@ static void multiply_in_team(const struct member *me, void *given) {
     int64_t tile = of->tiling.tokens;
     int has_codes = 0;
     for (int64_t i = 0; i < of->w->num_parts; i++) has_codes |= !has_numbers(of->w->parts[i].format);
-    if (has_codes) quantise(me, of->x, of->w->inputs, of->tokens, &of->tiling, of->space);
+    if (has_codes) quantize(me, of->x, of->w->inputs, of->tokens, &of->tiling, of->space);
     if (of->tiling.in_rows) begin_tiles(tile);
     struct chunks chunks = chunks_of(me, of);
     for (struct chunk chunk; (chunk = take_chunk(&chunks)).of.part;)

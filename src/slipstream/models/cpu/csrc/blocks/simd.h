@@ -75,6 +75,12 @@ ALWAYS floats exponential(floats x) {
     return multiply_floats(y, power_of_two(n));
 }
 
+/* y times the sigmoid of x; y = x: SiLU. */
+ALWAYS floats times_sigmoid(floats y, floats x) {
+    floats z = max_floats(min_floats(subtract_floats(all_floats(0), x), all_floats(88)), all_floats(-86));
+    return divide_floats(y, add_floats(all_floats(1), exponential(z)));
+}
+
 /* Rounds 16 numbers to float16, ties to even. Those beyond the largest become it, so that none becomes infinite;
  * infinities become NaN. */
 ALWAYS void store_halves(uint16_t *to, floats x) {

@@ -180,7 +180,7 @@ ALWAYS __m256i two_products(__m256i codes, __m256i four, const int bits) {
 /* 16 bits have room for sums of sixteen products of codes of 4 bits, of eight of 5 bits, four of 6 and two of 8. */
 #define SUMS_IN_16_BITS
 ALWAYS ints add_in_16_bits(ints x, ints y) { return INTS(_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)); }
-ALWAYS ints in_32_bits(ints x) { /* sums of two neighbours */
+ALWAYS ints in_32_bits(ints x) { /* sums of two neighbors */
     __m256i one = _mm256_set1_epi16(1);
     return INTS(_mm256_madd_epi16(x.a, one), _mm256_madd_epi16(x.b, one));
 }

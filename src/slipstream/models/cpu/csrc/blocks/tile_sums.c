@@ -1,4 +1,4 @@
-/* A panel of codes times a tile of up to 16 quantised tokens, by the tiles of AMX: 16 tokens, 16 outputs and 32 inputs
+/* A panel of codes times a tile of up to 16 quantized tokens, by the tiles of AMX: 16 tokens, 16 outputs and 32 inputs
  * by one instruction. The integers are those of panel_sums.c, and so are the steps in floating point: a token gets the
  * same bits.
  *
