@@ -77,10 +77,10 @@ clients: $(CLIENTS:%=.clients/%/.installed) .clients/chat_templates/.installed
 	@npm install --prefix .clients/$* --no-audit --no-fund --loglevel=error $$(cat $<)
 	@touch $@
 
-# Chat templates of some seventy models, which come with llama-cpp-python's source.
+# Chat templates of some seventy models and the vocabularies of a dozen, which come with llama-cpp-python's source.
 .clients/chat_templates/.installed: tests/clients/requirements/llama_cpp.txt $(STAMP)
 	@$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -d $(@D) -r $<
-	@tar -xzf $(@D)/llama_cpp_python-*.tar.gz -C $(@D) --wildcards --transform 's|.*/||' '*/models/templates/*.jinja'
+	@tar -xzf $(@D)/llama_cpp_python-*.tar.gz -C $(@D) --wildcards --transform 's|.*/||' '*/models/templates/*.jinja' '*/models/ggml-vocab-*'
 	@rm $(@D)/llama_cpp_python-*.tar.gz
 	@touch $@
 

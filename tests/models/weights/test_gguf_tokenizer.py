@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import unicodedata
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.errors import SlipstreamError
@@ -23,6 +24,7 @@ from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary, load_tokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.tokenization.vocabulary import VocabularyInfo
+from tests.support.chat_templates import FETCHED
 from tests.support.gguf_files import ALPHABET, byte_level, write_model
 from tests.support.markers import needs_transformers, subcases
 
@@ -166,18 +168,24 @@ def test_a_tokenizer_class_of_transformers_does_not_change_the_split(tmp_path: P
     assert other.convert_ids_to_tokens(other("\n\n1")["input_ids"]) == ["ĊĊ", "1"]
 
 
-@pytest.mark.parametrize("prefix", [True, False])
-def test_a_space_is_put_before_a_text_if_the_file_says_so(prefix: bool, tmp_path: Path) -> None:
-    def sentencepiece(writer: Any) -> None:
-        words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+def sentencepiece(*added: str) -> Callable[[Any], None]:
+    """Writes a vocabulary of SentencePiece. added: tokens; those in angle brackets are special."""
+
+    def write(writer: Any) -> None:
+        words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", *added]
         writer.add_tokenizer_model("llama")
         writer.add_token_list(words)
         writer.add_token_scores([-float(number) for number in range(len(words))])
-        writer.add_token_types([2, 3, 3, *[6] * 256, 1, 1, 1])
+        writer.add_token_types([2, 3, 3, *[6] * 256, 1, 1, 1, *(3 if word[0] == "<" else 1 for word in added)])
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
 
-    info = info_of(tmp_path, sentencepiece, add_space_prefix=prefix)
+    return write
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_space_is_put_before_a_text_if_the_file_says_so(prefix: bool, tmp_path: Path) -> None:
+    info = info_of(tmp_path, sentencepiece(), add_space_prefix=prefix)
     assert tokens(info, "a") == (["<s>", "▁a"] if prefix else ["<s>", "a"])
     assert info.tokenizer is not None and info.tokenizer.decode(info.tokenizer.encode("a")) == "a"
 
@@ -209,6 +217,10 @@ def test_sentencepiece_is_what_transformers_builds(architecture: str, tmp_path: 
         read_tokenizer(read_header(file)),
         PreTrainedTokenizerFast.from_pretrained(tmp_path, gguf_file=file.name),
     )
+    if architecture == "llama":  # as the tokenizer.json of Llama 2; transformers has newer rules for a file
+        reference.backend_tokenizer.pre_tokenizer = None
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        reference.backend_tokenizer.normalizer = normalizers.Sequence(steps)
     assert built is not None and len(built) == len(reference) == len(words)
     for text in (
         "abc ab  aa.",
@@ -227,6 +239,39 @@ def test_sentencepiece_is_what_transformers_builds(architecture: str, tmp_path: 
         for tokenizer in (built, reference)
     )
     assert special == expected
+
+
+def test_each_piece_between_whole_tokens_begins_with_a_space(tmp_path: Path) -> None:
+    """As in llama.cpp, and in the tokenizers with which Llama 2 and the first Mistral were published."""
+    info = info_of(tmp_path, sentencepiece("<|user|>", "▁▁", "▁▁a"))
+    assert tokens(info, "a<|user|>a") == ["<s>", "▁a", "<|user|>", "▁a"]
+    assert tokens(info, " a") == ["<s>", "▁▁a"]
+    assert tokens(info, "<|user|> ") == ["<s>", "<|user|>", "▁▁"]
+
+
+VOCABULARIES = (
+    *("command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm"),
+    *("mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
+)
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_texts_have_the_tokens_that_llama_cpp_expects(name: str) -> None:
+    """llama.cpp tests its tokenizers with these vocabularies and texts."""
+    file = FETCHED / f"ggml-vocab-{name}.gguf"
+    if not file.is_file():
+        pytest.skip("needs .clients/chat_templates: make clients")
+    tokenizer = read_tokenizer(read_header(file))
+    assert tokenizer is not None
+    texts = file.with_suffix(".gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    expected = file.with_suffix(".gguf.out").read_text(encoding="utf-8").splitlines()
+    wrong = {
+        text: (ids, line)
+        for text, line in zip(texts, expected, strict=False)
+        if unicodedata.is_normalized("NFC", text)  # llama.cpp does not compose characters
+        and (ids := tokenizer(text, add_special_tokens=False)["input_ids"]) != [int(number) for number in line.split()]
+    }
+    assert len(texts) > 40 and not wrong
 
 
 def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path) -> None:

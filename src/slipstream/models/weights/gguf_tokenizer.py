@@ -318,7 +318,7 @@ def _byte_level(header: GGUFHeader, tokens: Sequence[str], unsplit: Container[st
 
 
 def _sentencepiece(header: GGUFHeader, tokens: Sequence[str]) -> Tokenizer:
-    """BPE of SentencePiece, with bytes for what no token spells; as transformers builds it."""
+    """BPE of SentencePiece, with bytes for what no token spells; as Llama 2 and Gemma were published."""
     gemma = header.architecture.startswith("gemma")
     vocabulary = {text: number for number, text in enumerate(tokens)}
     merges = [_halves(merge) for merge in header.array("tokenizer.ggml.merges")]
@@ -332,12 +332,9 @@ def _sentencepiece(header: GGUFHeader, tokens: Sequence[str]) -> Tokenizer:
     if gemma:
         backend.normalizer = normalizers.Replace(" ", SPACE)
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    elif header.architecture == "phi3":
-        prefix = True
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-    else:
-        scheme = "first" if prefix else "never"
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    else:  # the space is put before each piece between whole tokens, even before one that begins with a space
+        first = [normalizers.Prepend(SPACE)] if prefix else []
+        backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
     parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1)] if prefix else parts)
     usual = ("<unk>", "<bos>", "<eos>", "<pad>", "<mask>") if gemma else ("<unk>", "<s>", "</s>")

@@ -21,7 +21,7 @@ NO_DRAFT = "none"  # no draft model, not even what the target brings
 NO_OPTIONS: Mapping[str, Any] = {}
 MAGIC = b"GGUF"  # the first bytes of such a file
 CONVERSION = "conversion.json"  # the file that says which version made a folder from a GGUF file; written last
-VERSION = 2  # 2: texts are split as the file says, generation ends where turns end, positions are scaled
+VERSION = 3  # 3: in SentencePiece vocabularies, each piece between whole tokens begins with a space
 
 
 def is_gguf(source: str) -> bool:
