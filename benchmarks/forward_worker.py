@@ -25,13 +25,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-LONGEST = 1024  # tokens of a context and a forward, or of a prompt
+LONGEST = 1024  # tokens of a forward after the context, or of a prompt
+CHUNK = 256  # tokens of the context that a forward reads
 SAFE = 1000  # token ids below this are in every vocabulary
 Read = Callable[[list[int], int], Any]  # tokens, start -> the likeliest token after each
 Prompt = Callable[[list[int]], Any]
 
 
-def slipstream(target: str) -> tuple[Read, Prompt]:
+def slipstream(target: str, room: int) -> tuple[Read, Prompt]:
     """Forwards of our own kernels, and prompts through a decoder."""
     import torch
 
@@ -42,7 +43,7 @@ def slipstream(target: str) -> tuple[Read, Prompt]:
     decoder = SpeculativeDecoder(target, drafter="none", max_batch_size=1)
     backend, one_token = decoder.target.backend, SamplingParams(max_tokens=1, ignore_eos=True)
     backend.attended_unit = 1
-    backend.reserve(1, LONGEST)
+    backend.reserve(1, room)
 
     def read(tokens: list[int], start: int) -> Any:
         return backend.forward(torch.tensor([tokens]), [start], first_slot=0, logits=True)[0].argmax(-1).tolist()
@@ -54,13 +55,14 @@ def slipstream(target: str) -> tuple[Read, Prompt]:
     return read, prompt
 
 
-def llama_cpp(target: str) -> tuple[Read, Prompt]:
+def llama_cpp(target: str, room: int) -> tuple[Read, Prompt]:
     """Forwards and prompts by llama.cpp."""
     import torch
 
     from slipstream.bench.llama_cpp import LlamaCppModel
 
     model = LlamaCppModel(Path(target), torch.get_num_threads())
+    model.reserve(room)
     return (
         lambda tokens, start: model.forward(tokens, start).argmax(-1).tolist(),
         lambda tokens: int(model.read(tokens).argmax()),
@@ -95,13 +97,15 @@ def memory() -> dict[str, int]:
 
 def serve(read: Read, prompt: Prompt, context: int) -> None:
     """Answer lines until the input ends."""
-    tokens = [random.Random(1).randrange(1, SAFE) for _ in range(LONGEST)]
+    generator = random.Random(1)
+    tokens = [generator.randrange(1, SAFE) for _ in range(context + LONGEST)]
     context_is_cached = False
     for line in sys.stdin:
         kind, _, number = json.loads(line).partition(" ")
         if kind == "tokens":
             if not context_is_cached:
-                read(tokens[:context], 0)
+                for start in range(0, context, CHUNK):
+                    read(tokens[start : min(start + CHUNK, context)], start)
             read(tokens[context : context + int(number)], context)
             context_is_cached = True
         started = perf_counter()
@@ -121,8 +125,9 @@ def main(engine: str, target: str, task: str) -> None:
         (first_of_slipstream if ours else first_of_llama_cpp)(target, task.removeprefix("first "))
         print("done", flush=True)
         return
-    read, prompt = (slipstream if ours else llama_cpp)(target)
-    serve(read, prompt, int(task))
+    context = int(task)
+    read, prompt = (slipstream if ours else llama_cpp)(target, context + LONGEST)
+    serve(read, prompt, context)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ class FileTokenizer:
     ) -> None:
         self.backend_tokenizer, self.chat_template, self.infill_names = backend, chat_template, infill_names
         self.special_tokens_map = {role: special_tokens[role] for role in ROLES if role in special_tokens}
-        backend.add_special_tokens([AddedToken(text, normalized=False) for text in self.special_tokens_map.values()])
+        whole = {token.content for token in backend.get_added_tokens_decoder().values()}
+        new = set(self.special_tokens_map.values()) - whole
+        backend.add_special_tokens([AddedToken(text, normalized=False) for text in sorted(new)])
 
     @classmethod
     def read(cls, folder: Path) -> FileTokenizer:

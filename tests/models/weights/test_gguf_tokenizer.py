@@ -249,6 +249,11 @@ def test_each_piece_between_whole_tokens_begins_with_a_space(tmp_path: Path) -> 
     assert tokens(info, "<|user|> ") == ["<s>", "<|user|>", "▁▁"]
 
 
+def test_space_after_the_special_tokens_of_phi_3_is_not_read(tmp_path: Path) -> None:
+    info = info_of(tmp_path, sentencepiece("<|user|>"), name="phi3")
+    assert tokens(info, "<|user|>\n a</s> <s> a") == ["<s>", "<|user|>", "▁a", "</s>", "<s>", "▁", "▁a"]
+
+
 VOCABULARIES = (
     *("command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm"),
     *("mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),

@@ -234,7 +234,7 @@ def read_tokenizer(header: GGUFHeader) -> FileTokenizer | None:
         for special, kind_of_token in ((True, CONTROL), (False, USER_DEFINED)):
             texts = (text for text in unsplit if unsplit[text] == kind_of_token)
             texts = (text for text in texts if backend.token_to_id(text) is not None)
-            added = [AddedToken(text, normalized=False, special=special) for text in texts]
+            added = [_whole(header, text, special=special) for text in texts]
             (backend.add_special_tokens if special else backend.add_tokens)(added)
     except Exception as error:
         if type(error) is not Exception:  # what the tokenizers package raises has no kind of its own
@@ -338,8 +338,15 @@ def _sentencepiece(header: GGUFHeader, tokens: Sequence[str]) -> Tokenizer:
     parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1)] if prefix else parts)
     usual = ("<unk>", "<bos>", "<eos>", "<pad>", "<mask>") if gemma else ("<unk>", "<s>", "</s>")
-    backend.add_special_tokens([AddedToken(text, normalized=False) for text in usual if text in vocabulary])
+    backend.add_special_tokens([_whole(header, text) for text in usual if text in vocabulary])
     return backend
+
+
+def _whole(header: GGUFHeader, text: str, *, special: bool = True) -> AddedToken:
+    """A token that is matched whole. White space after Phi-3's special tokens is not read."""
+    is_phi3 = header.architecture == "phi3" and header.values.get("tokenizer.ggml.model") == "llama"
+    ignores_space = is_phi3 and (special or text == "</s>") and text not in ("<unk>", "<s>", "<|endoftext|>")
+    return AddedToken(text, normalized=False, special=special, rstrip=ignores_space)
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float], vocabulary: Container[str]) -> list[tuple[str, str]]:
