@@ -300,6 +300,7 @@ HARMONY = {"<|return|>": 3, "<|call|>": 3, "<|end|>": 3}
         (HARMONY, {"eos": "<|return|>"}, None, {"<|return|>", "<|call|>"}),
         ({"<eos>": 3, "</s>": 4}, {"eos": "<eos>"}, None, {"<eos>"}),  # a whole token, but one of HTML
         ({"<eos>": 3, "</s>": 3}, {"eos": "<eos>"}, None, {"<eos>", "</s>"}),
+        ({"<eos>": 3, "<|tool_response>": 4}, {"eos": "<eos>"}, None, {"<eos>", "<|tool_response>"}),  # Gemma 4's
     ],
 )
 def test_answers_end_at_every_token_that_ends_a_turn(

@@ -391,8 +391,9 @@ def _end_ids(header: GGUFHeader, tokenizer: FileTokenizer) -> Any:
 
     Returns one id, a list of several, or None.
     """
-    # special tokens only: Gemma's vocabulary has HTML's </s> as an ordinary token, which a user's text may contain
-    special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # Gemma's vocabulary has HTML's </s> as an ordinary token, which a user's text may contain; its marks have a bar
+    added = tokenizer.added_tokens_decoder.items()
+    special = {token.content: number for number, token in added if token.special or "|" in token.content}
     ids = [_token_id(header, name, len(tokenizer)) for name in ("eos", "eot", "eom")]
     ids += [special[text] for text in (*ENDS, *_turn_end(tokenizer, special)) if text in special]
     names = special.keys()
