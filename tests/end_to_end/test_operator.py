@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from datetime import datetime
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def test_a_server_is_configured_reloaded_drained_and_logged(tmp_path: Path) -> N
     variables = environment() | {"SLIPSTREAM_LOG_FORMAT": "json", "SLIPSTREAM_SERVED_MODEL_NAME": "birds"}
     command = ("-m", "slipstream", "serve", "--config", str(config))
     lines: list[dict[str, Any]] = []
-    with started(*command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    hears_hangups = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # even if the tests run under nohup
+    with started(*command, env=variables, preexec_fn=hears_hangups, **pipes) as server:
         assert server.stderr is not None and server.stdout is not None
 
         def read(pattern: str) -> dict[str, Any]:

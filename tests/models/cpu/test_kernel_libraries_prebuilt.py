@@ -129,7 +129,7 @@ def test_detection_finds_what_linux_reports(tmp_path: Path) -> None:
     detected_processor = detected(ctypes.CDLL(str(library_file)))
     assert (
         detected_processor.flags == processor().flags & used_flags
-        and detected_processor.model_name == processor().model_name
+        and processor().model_name.startswith(detected_processor.model_name)  # a bare name has its family behind it
     )
 
 
