@@ -86,7 +86,7 @@ clients: $(CLIENTS:%=.clients/%/.installed) .clients/chat_templates/.installed
 
 # Writes the documentation to site/. A broken link or an unknown page is an error.
 docs: $(STAMP)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "read it (pages opened as files have no search): python3 -m http.server --directory site, then http://127.0.0.1:8000"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "open site/index.html"
 
 # Writes to dist/: wheels with kernels compiled for four platforms, one without kernels, and the source distribution.
 wheels: $(STAMP) .wheels/.installed

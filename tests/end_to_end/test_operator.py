@@ -1,9 +1,11 @@
-"""An operator's path: settings from a file and the environment, keys read again, a drain, and a log that is JSON."""
+"""An operator's path: a unit file, settings from a file, two models, keys read again, a drain, a log, alerts."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,21 +19,29 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.apps.cli.serve import MONITORING
 from tests.support.command_line import run
 from tests.support.processes import PATIENCE, environment, started
-from tests.support.running_server import running_server
+from tests.support.running_server import running_server, toy
+from tests.support.server_storm import Storm, weak
 
 OLD, NEW = "the-old-key-of-ann", "the-new-key-of-ann"
 SETTINGS = """
-model = "toy"
 port = 0
 drafter = "suffix"
 api_key_file = "{folder}/keys"
 drain_timeout = 200
 log_level = "debug"
+
+[models.birds]
+model = "toy"
+
+[models.fish]
+model = "toy:2"
 """
+UNIT = Path(__file__).parents[2] / "docs" / "operate.md"
 
 
 @pytest.mark.slow
@@ -40,12 +50,22 @@ def test_a_server_is_configured_reloaded_drained_and_logged(tmp_path: Path) -> N
     keys, config = tmp_path / "keys", tmp_path / "serve.toml"
     keys.write_text(f"ann:{OLD}\n")
     config.write_text(SETTINGS.format(folder=tmp_path))
-    variables = environment() | {"SLIPSTREAM_LOG_FORMAT": "json", "SLIPSTREAM_SERVED_MODEL_NAME": "birds"}
-    command = ("-m", "slipstream", "serve", "--config", str(config))
+    unit = dict(
+        line.split("=", 1) for line in UNIT.read_text().split("```ini\n[Service]\n")[1].split("\n```")[0].split("\n")
+    )
+    variables = environment() | dict(pair.split("=") for pair in unit["Environment"].split())
+    variables["SLIPSTREAM_MODELS"] = os.environ["SLIPSTREAM_MODELS"]
+    program, *words = unit["ExecStart"].split()
+    assert program.endswith("/bin/slipstream") and words[-1] == "/etc/slipstream/serve.toml"
+    command = ("-m", "slipstream", *words[:-1], str(config))
     lines: list[dict[str, Any]] = []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     hears_hangups = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # even if the tests run under nohup
     with started(*command, env=variables, preexec_fn=hears_hangups, **pipes) as server:
+
+        def reload() -> None:
+            subprocess.run(unit["ExecReload"].replace("$MAINPID", str(server.pid)).split(), check=True)
+
         assert server.stderr is not None and server.stdout is not None
 
         def read(pattern: str) -> dict[str, Any]:
@@ -56,10 +76,10 @@ def test_a_server_is_configured_reloaded_drained_and_logged(tmp_path: Path) -> N
                     return lines[-1]
             raise AssertionError(f"the log ended without {pattern!r}")
 
-        url = read(" serves birds at ")["message"].split()[-1]
+        url = read(" serves birds, fish at ")["message"].split()[-1]
 
         def ask(key: str, **fields: Any) -> Iterator[str]:
-            body = {"prompt": "my secret", "temperature": 0} | fields
+            body = {"model": "birds", "prompt": "my secret", "temperature": 0} | fields
             headers = {"authorization": f"Bearer {key}"}
             with httpx.stream(
                 "POST", f"{url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=PATIENCE
@@ -76,13 +96,17 @@ def test_a_server_is_configured_reloaded_drained_and_logged(tmp_path: Path) -> N
         assert expected.items() <= request.items() and request["tokens"] == 12
         assert request["tokens_per_round"] >= 1 and 0 < request["first_token_seconds"] <= request["seconds"]
 
+        status, text = ask(OLD, model="fish", max_tokens=12)
+        assert status == "200" and json.loads(text)["model"] == "fish"
+        assert json.loads(text)["choices"][0]["text"] != answer and read("^request$")["model"] == "fish"
+
         keys.write_text("short\n")
-        server.send_signal(signal.SIGHUP)
+        reload()
         refused = read("the earlier keys stay in use")
         assert refused["level"] == "error" and "line 1: a key of 5 characters" in refused["message"]
         assert next(ask(OLD, max_tokens=1)) == "200"
         keys.write_text(f"ann:{NEW}\nbob:key-of-bob-1\n")
-        server.send_signal(signal.SIGHUP)
+        reload()
         assert read("is read again")["message"] == "--api-key-file 'keys' is read again: 2 keys"
         assert (next(ask(OLD)), next(ask(NEW, max_tokens=1))) == ("401", "200")
         assert httpx.get(f"{url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
@@ -119,6 +143,54 @@ def test_files_for_monitoring_are_printed(name: str, capsys, monkeypatch) -> Non
     assert run(capsys, monkeypatch, "serve", "--print", "dashbord")[2].endswith("did you mean 'dashboard'?\n")
 
 
+def rules_of(alerts: Any) -> list[dict[str, Any]]:
+    return [rule for group in alerts["groups"] for rule in group["rules"]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
+def test_a_storm_fires_the_alerts_that_it_should(tmp_path: Path) -> None:
+    text = (resources.files("slipstream") / "data" / MONITORING["alerts"]).read_text()
+    with running_server(lambda: weak(toy(max_batch_size=1)), max_queued_requests=1) as server:
+        pages = [server.http.get("/metrics").text]
+        storm = Storm(server.url, 40, seed=1, kinds={"whole": 3, "fault": 1}).run()
+        pages.append(server.http.get("/metrics").text)
+    assert storm.outcomes["refused"] and storm.outcomes["fault"]
+    before, after = (
+        {
+            (sample.name, *sorted(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+        }
+        for families in map(text_string_to_metric_families, pages)
+    )
+    server_labels = 'job="slipstream", instance="a:1"'
+    series = [{"series": f"up{{{server_labels}}}", "values": "1x22 0x8"}]  # it ends after the storm of 20 minutes
+    for (name, *labels), value in after.items():
+        written = ", ".join([server_labels, *(f'{label}="{held}"' for label, held in labels)])
+        start = before.get((name, *labels), 0.0)
+        series.append({"series": f"{name}{{{written}}}", "values": f"{start}+{(value - start) / 20}x20"})
+
+    def fired(rule: dict[str, Any], minute: int, **labels: str) -> dict[str, Any]:
+        labels = {"instance": "a:1"} | labels | rule["labels"]
+        summary = rule["annotations"]["summary"].replace("{{ $labels.instance }}", "a:1")
+        expected = [{"exp_labels": labels, "exp_annotations": {"summary": summary}}] if minute else []
+        return {"eval_time": f"{minute or 20}m", "alertname": rule["alert"], "exp_alerts": expected}
+
+    rules = {rule["alert"]: rule for rule in rules_of(yaml.safe_load(text))}
+    alerts = [
+        fired(rules.pop("SlipstreamFails"), 20),
+        fired(rules.pop("SlipstreamRefuses"), 20, model_name="toy"),
+        fired(rules.pop("SlipstreamDown"), 28, job="slipstream"),
+        *(fired(rule, 0) for rule in rules.values()),  # which stay silent
+    ]
+    (tmp_path / "alerts.yml").write_text(text)
+    case = {"interval": "1m", "input_series": series, "alert_rule_test": alerts}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": ["alerts.yml"], "tests": [case]}))
+    checked = subprocess.run(["promtool", "test", "rules", "test.yml"], cwd=tmp_path, capture_output=True, text=True)
+    assert checked.returncode == 0 and "SUCCESS" in checked.stdout + checked.stderr, checked.stdout + checked.stderr
+
+
 def test_alerts_and_the_scrape_example_name_what_the_server_has() -> None:
     alerts, scrape = (
         yaml.safe_load((resources.files("slipstream") / "data" / MONITORING[name]).read_text())
@@ -129,7 +201,7 @@ def test_alerts_and_the_scrape_example_name_what_the_server_has() -> None:
     with running_server() as server:
         server.complete()
         page = server.http.get("/metrics").text
-    rules = [rule for group in alerts["groups"] for rule in group["rules"]]
+    rules = rules_of(alerts)
     names = {"slipstream:rejected", "slipstream:replays", "vllm:time_to_first_token_seconds", "http_requests"}
     for rule in rules:
         assert {"alert", "expr", "labels", "annotations"} <= rule.keys()

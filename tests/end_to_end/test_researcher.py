@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tests.support.user_objects import users_module
 
 ARMS = "none,mine:Echo@3,ngram@3/mine:right"
 PROMPTS = ["The heron looked", "A sparrow", "The wind", "A fish, a fish, a fish", "It was"]
+PAPER = r"\documentclass{article}\usepackage{booktabs}\begin{document}\input{tables}\end{document}"
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +55,11 @@ def test_an_own_drafter_and_own_rules_from_measurement_to_paper(capsys, monkeypa
     assert float(lines["mine:Echo@3"]["speed_up_low"]) > 0
     assert r"mine:Echo, 3 tokens & 5 & " in Path("tables.tex").read_text()
     assert "@misc{saxena2023prompt," in Path("methods.bib").read_text()
+    if shutil.which("pdflatex"):
+        Path("paper.tex").write_text(PAPER)
+        command = ("pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex")
+        compiled = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        assert compiled.returncode == 0 and Path("paper.pdf").exists(), compiled.stdout
 
 
 def test_records_from_python_are_those_of_the_command(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import typer
 
 from slipstream.apps import cli
 from tests.support.markers import subcases
+from tests.support.page_browser import CHROMIUM, running_browser
 from tests.support.tiny_models import fresh, tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -213,3 +215,9 @@ def test_the_site_builds_and_fetches_nothing_from_elsewhere(tmp_path: Path) -> N
     assert "slipstream.SpeculativeDecoder" in python and "slipstream.decoder.SpeculativeDecoder" not in python
     assert re.search(r"^tokenizer: needed only with loaded models and text prompts$", python, flags=re.MULTILINE)
     assert re.search(r"^draft_tokenizer: ", python, flags=re.MULTILINE), "one argument a line"
+    if CHROMIUM.exists() and importlib.util.find_spec("playwright"):
+        with running_browser() as browser:
+            page = browser.new_page()
+            page.goto((tmp_path / "site" / "index.html").as_uri())  # a file, without a server
+            page.fill("input.md-search__input", "roll back")
+            page.wait_for_selector(".md-search-result a >> text=Operate")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream import Draft, SamplingParams, UsageError
+from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.config import DecoderConfig
 from slipstream.core.types import Row
+from slipstream.models.cpu import compiled_race
+from slipstream.models.cpu.block_linear import block_linears
 from slipstream.wiring.engine_choice import EngineChoice, choose_engine, name_of
 from slipstream.wiring.model_pair import ModelPair
+from tests.support.gguf_files import write_chat_model
 
 
 class UsersDrafter:
@@ -89,3 +93,15 @@ def test_the_planner_asks_the_draft_models_session_what_it_has_read() -> None:
     reader.reserve(1, 8)
     reader.read_ahead({0: row}, 8)
     assert planner.has_cached(row)  # type: ignore[attr-defined]
+
+
+def test_a_quantized_file_needs_no_kernels_for_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be compiled, for half a minute, for the race alone."""
+    pytest.importorskip("gguf")
+    monkeypatch.setattr(compiled_race, "FEWEST", 1)
+    monkeypatch.setattr(compiled_race, "kernels", lambda: pytest.fail("the kernels for bfloat16 were loaded"))
+    write_chat_model(tmp_path / "model.gguf")
+    with SpeculativeDecoder(str(tmp_path / "model.gguf")) as decoder:
+        assert block_linears(decoder.target.model)
+        texts = [decoder.generate("Why?", max_tokens=6, temperature=0.9, seed=seed).token_ids for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]

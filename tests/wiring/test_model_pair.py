@@ -115,3 +115,19 @@ def test_a_short_name_brings_its_draft_model_where_one_is_used(
 def test_a_draft_model_that_cannot_be_fetched_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert model_pair._at_hand("qwen3:0.6b", DecoderConfig()) is None  # tests have no network
     assert "model 'qwen3:0.6b' was not found locally" in caplog.text and "drafting without it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("./absent.gguf", "'absent.gguf' does not exist"),
+        ("smolm2", "did you mean smollm2"),
+        ("no/such/folder", "not a fo"),
+    ],
+)
+def test_a_missing_draft_model_is_named_before_the_target_is_loaded(
+    draft: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_pair, "load", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(UsageError, match=message):
+        model_pair.ModelPair.load("toy", draft, DecoderConfig(), None)

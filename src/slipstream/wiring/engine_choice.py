@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from slipstream.draft_length.planner import LONGEST, STEPS, Planner
 from slipstream.draft_length.policies import make_policy
 from slipstream.drafters._predictions import PredictionDrafter
 from slipstream.errors import UsageError
+from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.compiled_race import race
 from slipstream.sampling.sampler import Sampler
 from slipstream.wiring.draft_check import checked
@@ -115,8 +117,14 @@ class EngineChoice:
             traits.has_own_cache,
             # plain decoding drafts nothing, forced or not
             ForcedDrafts(target) if traits.default_length and self.lengths.count != 0 else None,
-            race,
+            partial(race, in_blocks=self._computes_blocks),
         )
+
+    @property
+    def _computes_blocks(self) -> bool:
+        """True if the target computes with a quantized file's blocks."""
+        model = self.models.target.model
+        return model is not None and bool(block_linears(model))
 
     def _planner(self) -> Planner:
         """The planner of these models, with the costs that their calibration has measured."""

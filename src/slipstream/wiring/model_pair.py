@@ -6,6 +6,7 @@ import hashlib
 import logging
 from dataclasses import dataclass, field, replace
 from os.path import isdir
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from slipstream.models.layouts import make_session
 from slipstream.models.load import load
 from slipstream.models.loaded import MTP, PLAN, Loaded, LoadOptions, is_loaded, is_toy, refuse_unused
 from slipstream.models.model_size import larger, num_weights_read
+from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.hub_files import local_file
 from slipstream.models.weights.model_files import EMBEDDED, NO_DRAFT, is_gguf
 from slipstream.models.weights.named_models import named_model
@@ -85,6 +87,8 @@ class ModelPair:
             raise UsageError("draft_tokenizer is given, but there is no draft model; allowed: with a draft model")
         refuse_unused(load_options_of(config), target, None if _is_mtp(draft) else draft)
         callers_models = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
+        if not takes_none:
+            _check_exists(draft, config)
         with ExclusiveUse(callers_models):  # they are tried and calibrated now
             loaded = _load_target(target, load_options_of(config), tokenizer)
             if draft_tokenizer is None and is_loaded(draft):
@@ -351,6 +355,19 @@ def _at_hand(draft: str | None, config: DecoderConfig) -> str | None:
         log.warning("%s; drafting without it", error)
         return None
     return draft
+
+
+def _check_exists(draft: Any, config: DecoderConfig) -> None:
+    """Refuse a draft model that is not there before the target is loaded, which may take minutes."""
+    from slipstream.models.heads.head_files import EMBEDDED_NAME
+
+    if is_loaded(draft) or is_toy(draft) or _is_mtp(draft) or str(draft) == EMBEDDED_NAME:
+        return
+    file = local_file(str(draft), load_options_of(config).for_draft(config.draft_dtype).extra)
+    if is_gguf(file):
+        read_header(Path(file).expanduser())
+    else:
+        place_of(file)
 
 
 def _can_use_draft_model(config: DecoderConfig) -> bool:

@@ -331,3 +331,5 @@ def test_a_file_goes_with_the_next_message_alone(tmp_path: Path) -> None:
     assert chat.last.user == "And now?"
     file.write_bytes(b"\xff\xfe")
     assert "not valid UTF-8" in refused(chat, f"/file {file}")
+    for name in ("cat.PNG", "cat.jpeg", "cat.webp"):
+        assert f"/file {name!r} is a picture; allowed: a text file" in refused(chat, f"/file {name}")

@@ -103,7 +103,7 @@ COMMAND_LINES = [
     ("/stats", "2 turns, 0 interrupted"),
     ("/thought", "the last answer has no thought"),
     ("/target toy:4", "target: toy:4"),
-    ("/save talk.json", "2 turns written to talk.json"),
+    ("/save talk.json", "4 messages written to talk.json"),
     ("/load talk.json", "4 messages of talk.json"),
     ("/file talk.json", "with the next message: talk.json"),
     ("/file none", "with the next message: no file"),

@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -176,3 +177,12 @@ def test_retries_of_the_hub_client_are_not_logged() -> None:
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.split() == ["False"]
+
+
+def test_a_missing_prompt_toolkit_is_named_before_a_model_is_loaded(capsys, monkeypatch, tmp_path: Path) -> None:
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr("slipstream.apps.cli.chat.sys", SimpleNamespace(stdin=terminal, stdout=terminal))
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
+    monkeypatch.setattr(SpeculativeDecoder, "__init__", lambda *_, **__: pytest.fail("a model was loaded"))
+    code, _, errors = run(capsys, monkeypatch, "chat", *TOY, "--no-history")
+    assert (code, errors) == (1, "error: prompt_toolkit is not installed; run: pip install prompt_toolkit\n")

@@ -56,6 +56,7 @@ def test_a_variable_can_name_the_file_and_lists_repeat_a_flag(capsys: Streams, m
         ("prot = 8000", "did you mean 'port'?"),
         ('port = "high"', "--port 'high'; allowed: a whole number"),
         ("port = 70000", "port"),
+        ("[model.birds]", "config file 's.toml': model={'birds': {}}; allowed: a string, a number"),
         ("port = [", "--config 's.toml' is not TOML: "),
         ("port = 1979-05-27", "config file 's.toml': port=datetime.date(1979, 5, 27); allowed: a string, a number"),
         ("config = 's.toml'", "has the unknown key 'config'"),

@@ -74,7 +74,7 @@ WRITTEN: list[Case] = [
     ((*GENERATE, "--prompt-file", "x.txt"), "prompt 'A' with --prompt-file 'x.txt'; allowed: one of the two"),
     (("generate", *TOY, "--prompt-file", "absent.txt"), "'absent.txt' cannot be read: no such file or directory"),
     (("generate", *TOY, "--prompt-file", "-"), "standard input is empty"),
-    ((*GENERATE, "--limit", "1"), "--category and --limit select from a --prompt-file"),
+    ((*GENERATE, "--limit", "1"), "--category and --limit need --prompt-file"),
     ((*GENERATE, "--system", "s", "--raw"), "--system with --raw"),
     ((*GENERATE, "--system", "Be brief."), "'toy' lacks"),
     (("generate", *TOY, "-p", BYTES), "prompt has '\\udcff' at character 0; allowed: valid Unicode"),
@@ -174,7 +174,7 @@ WRITTEN: list[Case] = [
     (("simulate", "--target-params", "eight"), "a number, which may end in k, m, b"),
     (("simulate", "--alpha", "0.5", "--stats", "x.json"), "allowed: one of them"),
     (("simulate", "--stats", "absent.json", *TOY), "'absent.json' cannot be read: no such file or directory"),
-    (("simulate", "--arm", "x"), "together with --stats FOLDER"),
+    (("simulate", "--arm", "x"), "needs --stats FOLDER"),
     (("report", "--ids", "--markdown", "x"), "--ids with --markdown"),
     # training
     (("train", *TOY), "--out is missing; allowed: --out FOLDER"),

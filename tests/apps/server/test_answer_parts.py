@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.apps.server.answer_state import ChoiceState, ModelFacts, usage, without_folders
+from slipstream.apps.server.answer_state import ChoiceState, ModelFacts, public_name, usage
 from slipstream.apps.server.live_request import Committed, Job, LiveRequest
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
@@ -64,7 +64,7 @@ def test_statistics_say_whether_the_rule_is_lossless() -> None:
     ],
 )
 def test_clients_see_no_folders_of_the_server(name: str, shown: str) -> None:
-    assert without_folders(name) == shown
+    assert public_name(name) == shown
 
 
 def facts_of(tokenizer: Any) -> ModelFacts:

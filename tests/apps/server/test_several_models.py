@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.apps.server import served_models
@@ -164,6 +168,7 @@ def test_a_request_that_gives_up_waiting_for_room_leaves_the_other_model_loaded(
         assert (
             late.status_code == 503 and late.json()["error"]["code"] == "queue_timeout" and late.headers["retry-after"]
         )
+        assert late.json()["error"]["message"] == "the model was not loaded in time; try again later"
         server.wait_until(lambda: not a.is_leaving and not a.waiting)
         gates["a"].opened.set()
         assert first.result().status_code == newer.result().status_code == 200
@@ -265,6 +270,30 @@ def test_an_idle_model_is_unloaded_and_its_memory_freed() -> None:
         card = server.http.get("/v1/models/toy").json()
         assert card["system_fingerprint"] == fingerprint and card["max_model_len"] == 4096
         assert server.text(temperature=0, max_tokens=9) == text and loaded["expires_at"] < "2100"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_system_gets_the_memory_of_a_model_back() -> None:
+    kept = []
+
+    def load() -> SpeculativeDecoder:
+        decoder: Any = toy()
+        tensors = [torch.ones(10_000) for _ in range(8_000)]  # 320 MB, of which every hundredth outlives the model
+        decoder.target.backend.weights = tensors
+        kept.extend(tensors[::100])
+        return decoder
+
+    def megabytes() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 1e6
+
+    with running_server(several={"a": {}, "b": {"load": load}}) as server:
+        assert ask(server, "a").status_code == 200
+        before = megabytes()
+        assert ask(server, "b").status_code == 200
+        loaded = megabytes()
+        server.call(service_of(server, "b").unload)
+        assert ask(server, "a").status_code == 200
+        server.wait_until(lambda: megabytes() - before < (loaded - before) / 3)
 
 
 def test_a_request_stops_the_idle_time_until_its_end(gates: dict[str, Gate]) -> None:

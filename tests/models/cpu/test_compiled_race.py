@@ -18,6 +18,7 @@ from slipstream.models.cpu.compiled_race import CompiledRace, race
 from slipstream.models.cpu.kernel_libraries import (
     SOURCES,
     best_bfloat16_recipe,
+    block_kernels,
     compile_library,
     kernels,
     typed,
@@ -52,6 +53,14 @@ def test_the_winners_are_those_of_the_race(scale: float, kept: float) -> None:
     for seed in range(10):
         assert torch.equal(race_in_c.draw(probs, keys(seed)), Race(VOCAB, CPU).draw(probs, keys(seed)))
         assert torch.equal(race_in_c.draw(1e-4 * probs, keys(seed)), race_in_c.draw(probs, keys(seed)))
+
+
+def test_the_kernels_for_quantized_files_race_alike() -> None:
+    compiled()
+    in_blocks, probs = race(VOCAB, CPU, in_blocks=True), distributions(1.0)
+    assert isinstance(in_blocks, CompiledRace) and in_blocks._library is block_kernels()
+    for seed in range(5):
+        assert torch.equal(in_blocks.draw(probs, keys(seed)), Race(VOCAB, CPU).draw(probs, keys(seed)))
 
 
 def test_another_key_draws_other_winners() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,7 @@ def _save(chat: Chat, text: str) -> None:
     if not text:
         raise UsageError("/save; allowed: /save FILE")
     save(chat, Path(text))
-    chat.display.show(f"{counted(len(chat.turns), 'turn')} written to {text}")
+    chat.display.show(f"{counted(len(chat.earlier) + 2 * len(chat.turns), 'message')} written to {text}")
 
 
 @_command("/load FILE", "go on with a conversation that /save has written")
@@ -279,6 +280,8 @@ def _file(chat: Chat, text: str) -> None:
         chat.files.clear()
     elif text:
         path = Path(text).expanduser()
+        if (guess_type(path.name)[0] or "").startswith("image/") and path.suffix.lower() != ".svg":
+            raise UsageError(f"/file {text!r} is a picture; allowed: a text file (`slipstream serve` takes pictures)")
         try:
             chat.files[path.name] = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:

@@ -163,7 +163,7 @@ def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
     if source.prompt_file is not None:
         return prompts_of_file(source.prompt_file, list(source.category), source.limit)
     if source.category or source.limit is not None:
-        raise UsageError("--category and --limit select from a --prompt-file; allowed: together with one")
+        raise UsageError("--category and --limit need --prompt-file FILE")
     if texts.count("-") > 1:
         raise UsageError("prompt - is given twice; allowed: once, as standard input can be read only once")
     if not texts and sys.stdin.isatty():

@@ -79,6 +79,7 @@ def chat_command(
     file = history or cache_folder() / "chat_history"
     if at_terminal and not no_history:
         _check_history(file)
+    session = _session(None if no_history else file) if at_terminal else None
     screen = Screen()
     try:
         if not err.is_terminal:
@@ -93,7 +94,7 @@ def chat_command(
         if at_terminal and not no_history:
             last.parent.mkdir(parents=True, exist_ok=True)
             conversation.kept_in = last
-        _converse(conversation, screen, _session(None if no_history else file) if at_terminal else None)
+        _converse(conversation, screen, session)
     finally:
         screen.close()
 
@@ -205,10 +206,10 @@ def _session(history: Path | None) -> PromptSession[str]:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-    from slipstream.apps.chat.slash_commands import complete
-
     class Commands(Completer):
         def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+            from slipstream.apps.chat.slash_commands import complete  # which imports the models' code
+
             text = document.text_before_cursor
             for word in complete(text):
                 yield Completion(word, start_position=-len(text.rpartition(" ")[2]))

@@ -380,7 +380,7 @@ def _model_tables(context: typer.Context, file: str, tables: Any, allowed: dict[
         values = models[name] = {}
         for key, item in table.items():
             option = allowed[key]
-            word = _default(f"{where}.{key}", item, getattr(option, "multiple", False))
+            word = _default(f"{where}.{key}", item, option)
             try:
                 value = option.process_value(context, word)
                 values[option.name] = WRITTEN[option.name].parse(value) if option.name in WRITTEN else value
@@ -404,7 +404,7 @@ def _set_defaults(context: typer.Context, file: str, settings: dict[str, Any]) -
     defaults = dict[str, Any]()
     for key, item in settings.items():
         option = allowed[key]
-        defaults[str(option.name)] = _default(f"{file}: {key}", item, getattr(option, "multiple", False))
+        defaults[str(option.name)] = _default(f"{file}: {key}", item, option)
     context.default_map = defaults
 
 
@@ -442,8 +442,8 @@ draft_flag = partial(
     flag,
     None,
     MODELS,
-    "draft model, of any vocabulary, or draft head, named like the target; mtp: the target's own MTP layers; none: "
-    "disable MTP drafting too",
+    "small model or draft head that guesses ahead: hub id, folder, .gguf file or name; mtp: the target's own MTP "
+    "layers; none: draft without a model",
     "MODEL",
     autocompletion=complete_models,
 )
@@ -588,7 +588,7 @@ class BenchOptions:
     at_once: int | None = flag(
         None,
         MEASURING,
-        "prompts per call, more than are decoded together: each that finishes makes room for the next",
+        "submit this many prompts at once; the batch is refilled as prompts finish",
         "N",
     )
     repeats: int = repeats_flag()
@@ -615,12 +615,13 @@ def keys_of(option: Any) -> list[str]:
     return [name.replace("-", "_") for name in names]
 
 
-def _default(where: str, item: Any, multiple: bool) -> str | list[str]:
+def _default(where: str, item: Any, option: Any) -> str | list[str]:
     """The value in the form of its flag; a list is several flags, or one value separated by commas."""
+    multiple = getattr(option, "multiple", False)
     if isinstance(item, list):
         parts = [_word(where, part) for part in item]
         return parts if multiple else ",".join(parts)
-    word = json.dumps(item) if isinstance(item, dict) else _word(where, item)
+    word = json.dumps(item) if isinstance(item, dict) and option.metavar == "JSON" else _word(where, item)
     return [word] if multiple else word
 
 

@@ -114,7 +114,7 @@ def check(
     """Check whether DRAFT can draft for TARGET.
 
     Compares tokens; weights are loaded only for a draft head. A draft model with another vocabulary drafts through
-    text; a trial shows how much of its drafts is lost that way. A draft head guesses tokens of the target, with the
+    text; the loss is measured on a sample text. A draft head guesses tokens of the target, with the
     settings of its config.json and with others that may have been meant. Exit code 1 if DRAFT cannot draft at all.
     """
     if err.is_terminal:

@@ -85,7 +85,7 @@ def simulate_command(
     if grid.alpha is not None and grid.stats is not None:
         raise UsageError("the acceptance comes from --alpha or from --stats; allowed: one of them")
     if grid.arm is not None and (grid.stats is None or not grid.stats.is_dir()):
-        raise UsageError(f"--arm {grid.arm} names an arm of a benchmark; allowed: together with --stats FOLDER")
+        raise UsageError(f"--arm {grid.arm} names an arm of a benchmark and needs --stats FOLDER")
     is_example = measured == Measured() and paper == OnPaper()
     if is_example:
         paper = EXAMPLE
@@ -121,11 +121,11 @@ def simulate_command(
 
 def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPaper) -> None:
     if (measured.target is None) == (paper.target_params == 0):
-        raise UsageError("costs come from --target or --target-params; allowed: exactly one of them")
+        raise UsageError("costs come from --model or from --target-params; allowed: one of them")
     if paper.target_params == 0 and paper != OnPaper():
-        raise UsageError("--draft-params, --bandwidth and --flops belong to --target-params; allowed: together with it")
+        raise UsageError("--draft-params, --bandwidth and --flops need --target-params")
     if measured.target is None and (measured.draft is not None or config != DecoderConfig()):
-        raise UsageError("--draft and the decoder's flags belong to --target; allowed: together with it")
+        raise UsageError("--draft and the decoder's flags need --model")
     for name in ("num_draft_tokens", "acceptance"):
         if getattr(config, name) != "auto":
             raise UsageError(f"{name}={getattr(config, name)!r}; allowed: 'auto', as every --length is predicted")

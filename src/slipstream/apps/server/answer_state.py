@@ -116,7 +116,7 @@ class ModelFacts:
     @classmethod
     def of(cls, decoder: SpeculativeDecoder, name: str) -> ModelFacts:
         """The facts of a decoder that is served as `name`; "" means the target's own name without its folders."""
-        name = name or without_folders(decoder.target.name)
+        name = name or public_name(decoder.target.name)
         if not name.isprintable():  # JSON cannot hold the bytes of a path that are not UTF-8
             raise UsageError(
                 f"the model's name is {name!r:.80}; allowed: printable characters, see --served-model-name"
@@ -154,7 +154,7 @@ class ModelFacts:
         return self.added_bytes(token).decode(errors="replace") or f"token_id:{token}"
 
 
-def without_folders(name: str) -> str:
+def public_name(name: str) -> str:
     """The name of a draft model or drafter as clients see it: only the last part of a local path; hub ids in full."""
     before, store, path = name.encode("utf-8", "replace").decode().rpartition("store=")
     is_path = store or path[:1] in ("~", ".") or Path(path).is_absolute()

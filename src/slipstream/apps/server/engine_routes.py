@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from starlette.responses import StreamingResponse
 
-from slipstream.apps.server.answer_state import without_folders
+from slipstream.apps.server.answer_state import public_name
 from slipstream.apps.server.answers import HEADERS, encoded, event
 from slipstream.apps.server.error_objects import refused, validated
 from slipstream.apps.server.openai_routes import models_of, until_gone
@@ -71,8 +71,8 @@ def engine_state(served: ServedModels, model: str | None) -> dict[str, Any]:
         "places": {"taken": service.engine_status.num_running, "most": decoder and decoder.config.max_batch_size},
         "model": service.names[0],
         "models": {other.names[0]: other.state for other in served.services},
-        "draft": without_folders(decoder.draft.name) if decoder and decoder.draft else None,
-        "drafter": decoder and without_folders(decoder.drafter_name),
+        "draft": public_name(decoder.draft.name) if decoder and decoder.draft else None,
+        "drafter": decoder and public_name(decoder.drafter_name),
         "fingerprint": facts and facts.fingerprint,
         "reproducible": facts and facts.reproducible,
         "max_model_len": facts and service.limits.window,

@@ -9,11 +9,14 @@ only as many prompt tokens as they can wait for.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 from typing import TypeVar
 
@@ -34,6 +37,14 @@ GATHER_SECONDS = 0.02  # that the first request after idleness waits at most for
 SHORT_ROW_TOKENS = 256  # rows up to this length soon free their place
 T = TypeVar("T")
 SPARE_SLOTS = 1  # beyond a full batch, so that a new row need not overwrite the cached text of one that has ended
+
+
+def collect() -> None:
+    """Free the memory of models, which hold circles of references, and of loading them."""
+    gc.collect()
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # other C libraries than glibc, which keeps much of what is freed
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 class PromptBudget:
@@ -161,7 +172,7 @@ class EngineThread:
         engine.close()
         frozen = gc.get_freeze_count()
         gc.unfreeze()
-        gc.collect()  # models hold circles of references
+        collect()
         if frozen:
             gc.freeze()
 

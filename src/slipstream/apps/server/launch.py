@@ -24,6 +24,7 @@ import uvicorn
 
 from slipstream.apps.server.access import KeyFile
 from slipstream.apps.server.connections import ConnectionSweep
+from slipstream.apps.server.engine_thread import collect
 from slipstream.apps.server.served_models import ServedModels
 from slipstream.apps.server.server_settings import REQUEST_SECONDS, ServerSettings, is_address
 from slipstream.apps.server.service import ModelSource
@@ -176,9 +177,12 @@ def serve(
         if isinstance(server.failure, SlipstreamError):
             raise server.failure
         raise SlipstreamError(f"the engine has stopped: {first_line(server.failure)}") from server.failure
+    if server.force_exit and server.models is not None:
+        server.models.close(FORCED_SECONDS)
+    if server.models is not None and server.models.thread.is_alive:
+        log.info("the end does not wait for a model that is being loaded or read")
+        os._exit(130 if server.force_exit else 0)  # when Python ends, a thread within PyTorch aborts the process
     if server.force_exit:
-        if server.models is not None:
-            server.models.close(FORCED_SECONDS)
         raise KeyboardInterrupt
 
 
@@ -199,7 +203,7 @@ def _uncollected(load: Callable[[], SpeculativeDecoder]) -> SpeculativeDecoder:
     A collection that visits all of them would stall every stream.
     """
     decoder = load()
-    gc.collect()
+    collect()
     gc.freeze()
     return decoder
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import Field, StrictBool
 
-from slipstream.apps.server.answer_state import ModelFacts, timings, without_folders
+from slipstream.apps.server.answer_state import ModelFacts, public_name, timings
 from slipstream.apps.server.answers import MessageWriter, encoded
 from slipstream.apps.server.error_objects import OLLAMA, ApiError, refused, validated
 from slipstream.apps.server.live_request import LiveRequest
@@ -363,7 +363,7 @@ def _cards(service: Service) -> list[dict[str, Any]]:
         # before a model has been loaded: what most can do, as clients ask once
         "capabilities": ["completion", "tools"] if facts is None else _capabilities(facts),
     }
-    return [{"name": name, "model": name, **card} for name in map(without_folders, service.names)]
+    return [{"name": name, "model": name, **card} for name in map(public_name, service.names)]
 
 
 def _capabilities(facts: ModelFacts) -> list[str]:

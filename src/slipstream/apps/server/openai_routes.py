@@ -58,7 +58,7 @@ async def answer(
     models = models_of(http)
     service = models.choose(fields)
     if fields.stream_options is not None and not fields.stream:
-        raise refused("stream_options without stream=true; allowed: together with it", "stream_options")
+        raise refused("stream_options needs stream=true", "stream_options")
     live = http.state.live = service.enter(http.state.owner, fields.cache_salt, http.state.caller)
     streaming = False
     try:

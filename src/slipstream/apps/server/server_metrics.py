@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
-from slipstream.apps.server.answer_state import ModelFacts, shares, without_folders
+from slipstream.apps.server.answer_state import ModelFacts, public_name, shares
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Started
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
@@ -242,7 +242,7 @@ class ModelMetrics:
     def describe(self, decoder: SpeculativeDecoder) -> None:
         """Publish the decoder's settings."""
         config = decoder.config
-        values = (without_folders(decoder.drafter_name), str(config.max_batch_size), str(decoder.reproducible))
+        values = (public_name(decoder.drafter_name), str(config.max_batch_size), str(decoder.reproducible))
         self._metrics.info.labels(*self._values, *values).set(1)
 
     def add(self, name: str, amount: float = 1, label: str | None = None) -> None:

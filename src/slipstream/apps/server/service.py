@@ -48,7 +48,7 @@ class Admission:
         waiting, share = self._share(caller, limit)
         if len(waiting) >= share or len(self) >= MAX_SHARES * limit:
             self._metrics.add("slipstream:rejected", label="requests")
-            raise ApiError(429, f"{len(waiting)} requests wait already; try again later", code="queue_full")
+            raise ApiError(429, f"requests that wait already: {len(waiting)}; try again later", code="queue_full")
 
     def enter(self, live: LiveRequest) -> None:
         """Count a waiting request, before the length of its prompts is known."""
@@ -274,7 +274,8 @@ class Service:
 
     def set_deadlines(self, live: LiveRequest) -> None:
         """Limit a request's time, again once the model is loaded: the limits depend on its window."""
-        late = ApiError(503, "no place became free in time; try again later", code="queue_timeout")
+        what = "the model was not loaded in time" if self._loaded is None else "no place became free in time"
+        late = ApiError(503, f"{what}; try again later", code="queue_timeout")
         too_long = ApiError(408, f"the request took over {self.limits.request_timeout:g} seconds", code="timeout")
         loop, elapsed = asyncio.get_running_loop(), monotonic() - live.arrived
         for timer in self._timers.pop(live, []):

@@ -352,8 +352,8 @@ def _by_position(data: Records, summaries: Sequence[ArmSummary]) -> Iterator[Cha
         intervals = (
             f"{INTERVALS}, where there are {FEW_PROMPTS} or more." if has_bars else "Too few prompts for intervals."
         )
-        caption = f"Accepted of the tokens drafted at each position, if {FEWEST_DRAFTED} or more were"
-        caption += f", which leaves out {left_out}. {intervals}" if left_out else f". {intervals}"
+        caption = f"Positions with fewer than {FEWEST_DRAFTED} drafted tokens are left out"
+        caption += f", and with them {left_out}. {intervals}" if left_out else f". {intervals}"
         label = "accepted / drafted"
         yield Chart(name, title, caption, "position in the draft (tokens)", label, lines, share=True)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.rng import Race, WarpOptions, argmax, words
-from slipstream.models.cpu.kernel_libraries import address, kernels
+from slipstream.models.cpu.kernel_libraries import address, block_kernels, kernels
 
 FEWEST = 4096  # tokens of the smallest vocabulary for which loading the kernel is worth it
 DTYPES = (torch.bfloat16, torch.float32)  # of scores that the kernel reads
@@ -69,7 +69,9 @@ class CompiledRace(Race):
         return int(contenders[int(argmax(probs[contenders] / self.noise(bits, contenders)))])
 
 
-def race(vocab_size: int, device: torch.device) -> Race:
-    """The fastest race of a device."""
-    library = kernels() if device.type == "cpu" and vocab_size >= FEWEST else None
+def race(vocab_size: int, device: torch.device, in_blocks: bool = False) -> Race:
+    """The fastest race of a device. in_blocks: by the kernels for quantized files, which the target has loaded."""
+    library = None
+    if device.type == "cpu" and vocab_size >= FEWEST:
+        library = block_kernels() if in_blocks else kernels()
     return Race(vocab_size, device) if library is None else CompiledRace(vocab_size, library)

@@ -375,7 +375,7 @@ def bfloat16_version() -> str:
 
 def block_recipe(isa: str) -> Recipe:
     """How the kernels for quantized files are compiled. isa: a key of `NEEDED`."""
-    sources = (*BLOCK_SOURCES, *(SOURCES / f"{name}.c" for name in ("recurrence", "team")))
+    sources = (*BLOCK_SOURCES, *(SOURCES / f"{name}.c" for name in ("race", "recurrence", "team")))
     return Recipe(f"blocks-{isa}", sources, (*COMMON_FLAGS, *compiler_flags(NEEDED[isa])))
 
 

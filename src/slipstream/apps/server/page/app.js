@@ -911,7 +911,7 @@ function laneRows(state) {
 	const rows = h("div.rows");
 	for (let lane = 0; lane < state.places.most; lane++) {
 		const row = state.running.find((taken) => taken.lane === lane);
-		rows.append(h("span.figure", `place ${lane + 1}`));
+		rows.append(h("span.figure", `slot ${lane + 1}`));
 		if (!row) rows.append(h("span.idle", "free"));
 		else rows.append(meter(row.tokens / row.max_tokens), h("span.figure", `${row.tokens} of ${row.max_tokens} tokens`
 			+ `${row.acceptance_rate == null ? "" : `, ${percent(row.acceptance_rate, 1)} accepted`}`));
@@ -939,7 +939,7 @@ function showEngine(state) {
 		gauge("Running", state.running.length, state.places.most ?? 0),
 		gauge("Waiting", state.waiting, state.queue.most),
 		gauge("Prompt tokens from the cache", state.cache.cached_tokens, state.cache.prompt_tokens),
-		card("Rows under way", ".all", laneRows(state)),
+		card("Running requests", ".all", laneRows(state)),
 		card("Acceptance by drafter", ".half", sources.length ? h("div.rows", ...sources.flatMap(([name, source]) => [
 			h("span", name), meter(source.rate), h("span.figure", `${percent(source.rate, 1)} of ${source.drafted}`)])) : none),
 		card("Acceptance by position in the draft", ".half", positions.length ? h("ol.cols", ...positions.map((share) => {
