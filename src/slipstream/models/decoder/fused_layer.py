@@ -398,7 +398,7 @@ def decoder_module(model: Any, plan: DecoderPlan) -> Any:
     """The module that calls the layers. Raises `UnknownLayerError` if none does."""
     around, count = {"layers", plan.last_norm}, len(plan.layers)
     if plan.rotates:
-        around.add(plan.rotary)
+        around.add(plan.rotary.partition(".")[0])
     for module in model.modules():
         if dict(module.named_children()).keys() >= around and len(module.get_submodule("layers")) == count:
             return module
