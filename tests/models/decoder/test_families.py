@@ -148,6 +148,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.2,
     },
     "qwen3_5_text": DELTA_NET,
+    "qwen3_next": EXPERTS | DELTA_NET | {"rope_parameters": PART, "shared_expert_intermediate_size": 64},
     "granitemoehybrid": MAMBA | {"num_local_experts": 0, "num_experts_per_tok": 0},
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 2},
     "qwen3_5_moe_text": EXPERTS | DELTA_NET | {"shared_expert_intermediate_size": 64},

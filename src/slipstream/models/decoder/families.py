@@ -670,8 +670,17 @@ DELTA_NET = (
 @family("qwen3_5_text", fields=DELTA_NET)
 def qwen3_5(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Gated delta nets in most layers; the others have gates for their queries, and rotate a part of each head."""
+    return _with_delta_nets(config, plan, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+@family("qwen3_next", fields=f"{DELTA_NET} {QWEN_EXPERTS} shared_expert_intermediate_size")
+def qwen3_next(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Qwen 3.5 with joint projections, and the experts of Qwen 2."""
+    return qwen2_moe(config, _with_delta_nets(config, plan, "in_proj_qkvz", "in_proj_ba"))
+
+
+def _with_delta_nets(config: Any, plan: DecoderPlan, *parts: str) -> DecoderPlan:
     plan = qwen3(config, gemma(config, plan)).with_layers(gates_queries=True, rotated=_rotated(config, plan))
-    parts = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
     return _with_recurrent(config, plan, "linear_attention", "linear_attn", parts)
 
 
