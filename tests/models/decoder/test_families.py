@@ -120,6 +120,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "helium": {},
     "starcoder2": WINDOW | {"hidden_act": "gelu_pytorch_tanh"},
+    "arcee": {"hidden_act": "relu2"},
+    "jais2": {"hidden_act": "relu2"},
+    "nemotron": {"hidden_act": "relu2", "rope_parameters": PART},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": EXPERTS | {"moe_topk": 4},
     "mixtral": EXPERTS | WINDOW,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [2]},
     "qwen3_moe": EXPERTS | {"decoder_sparse_step": 2},
@@ -132,6 +137,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS | SHARED | {"rope_parameters": PART, "use_qk_norm": True, "first_k_dense_replace": 1},
     "solar_open": EXPERTS | SHARED | {"rope_parameters": PART},
     "dots1": EXPERTS | SHARED | {"first_k_dense_replace": 1},
+    "afmoe": EXPERTS
+    | WINDOW
+    | KINDS
+    | {"num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 1.8, "mup_enabled": True},
     "hy_v3": EXPERTS | {"num_shared_experts": 2, "router_scaling_factor": 1.8},
     "mellum": EXPERTS
     | WINDOW
@@ -147,6 +156,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_multiple_of": 64,
         "block_ffn_dim_multiplier": 1.2,
     },
+    "lfm3": WINDOW | {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "conv_L_cache": 5},
     "qwen3_5_text": DELTA_NET,
     "qwen3_next": EXPERTS | DELTA_NET | {"rope_parameters": PART, "shared_expert_intermediate_size": 64},
     "granitemoehybrid": MAMBA | {"num_local_experts": 0, "num_experts_per_tok": 0},

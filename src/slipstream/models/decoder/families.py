@@ -17,6 +17,7 @@ from typing import Any
 from slipstream.models.decoder.attention import STATEFUL
 from slipstream.models.decoder.mixtures import experts_plan
 from slipstream.models.decoder.plan import (
+    SQUARED,
     DecoderPlan,
     InputPlan,
     LatentPlan,
@@ -135,6 +136,7 @@ def _base(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
             window=window,
             scaling=size**-0.5,
             activation=getattr(config, "hidden_act", None) or "silu",
+            squares=getattr(config, "hidden_act", None) == SQUARED,
         )
         for index, (of, window) in enumerate(zip(each, windows, strict=True))
         for size in (getattr(of, "head_dim", None) or config.hidden_size // heads,)
@@ -407,6 +409,31 @@ def phi(config: Any, plan: DecoderPlan) -> DecoderPlan:
     return replace(plan, last_norm="final_layernorm")
 
 
+@family("arcee")
+def arcee(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """A feed-forward part without a gate."""
+    return plan.with_layers(gate_up=("mlp.up_proj",), is_gated=False)
+
+
+@family("jais2", fields="layer_norm_eps")
+def jais2(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Arcee with LayerNorm."""
+    return arcee(config, _with_norm(plan, NormPlan(config.layer_norm_eps, is_centered=True)))
+
+
+@family("nemotron", fields="norm_eps")
+def nemotron(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Arcee with LayerNorm, whose weight is stored without its 1; a part of each head is rotated."""
+    plan = _with_norm(plan, NormPlan(config.norm_eps, offset=1.0, is_centered=True))
+    return arcee(config, plan).with_layers(rotated=_rotated(config, plan))
+
+
+@family("hunyuan_v1_dense", fields="alpha")
+def hunyuan(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Norms of each head after its rotation."""
+    return plan.with_layers(head_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"), rotates_first=True)
+
+
 EXPERTS = (
     "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob output_router_logits "
     "router_aux_loss_coef router_jitter_noise"
@@ -496,10 +523,32 @@ def glm4_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
     return _with_experts(config, plan, range(config.first_k_dense_replace, len(plan.layers)))
 
 
+@family("hunyuan_v1_moe", fields=f"{EXPERTS} alpha moe_topk sep_token_id")
+def hunyuan_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Hunyuan with experts in each layer."""
+    return mixtral(config, hunyuan(config, plan))
+
+
 @family("solar_open", fields=GROUPED_EXPERTS)
 def solar_open(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """GLM-4.5 without dense layers and norms of heads."""
     return mixtral(config, plan.with_layers(rotated=_rotated(config, plan)))
+
+
+@family(
+    "afmoe", fields=f"{EXPERTS} num_shared_experts num_dense_layers route_scale global_attn_every_n_layers mup_enabled"
+)
+def afmoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Gates of attention, norms before and after both parts, and experts behind some dense layers."""
+    plan = _rotating_in_windows(config, qwen3(config, _rounded_once(plan))).with_layers(
+        qkv=(*plan.layers[0].qkv, "self_attn.gate_proj"),
+        gate_size=plan.layers[0].size,
+        after_attention="post_attention_layernorm",
+        before_feed_forward="pre_mlp_layernorm",
+        after_feed_forward="post_mlp_layernorm",
+    )
+    plan = replace(plan, embedding=config.hidden_size**0.5 if config.mup_enabled else 1.0)
+    return _with_experts(config, plan, range(config.num_dense_layers, len(plan.layers)))
 
 
 @family("dots1", fields=f"{GROUPED_EXPERTS} first_k_dense_replace")
@@ -649,6 +698,19 @@ def lfm2(config: Any, plan: DecoderPlan) -> DecoderPlan:
     )
     plan = _with_recurrent(config, plan, "conv", "conv", ("in_proj",))
     return replace(plan, last_norm="embedding_norm")
+
+
+@family("lfm3", fields="norm_eps conv_bias conv_L_cache use_sandwich_norm use_attention_gate")
+def lfm3(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """LFM 2 with gates of heads, and with norms after both parts."""
+    norms = ("post_operator_norm", "post_ffn_norm") if config.use_sandwich_norm else (None, None)
+    gated: dict[str, Any] = {"qkv": (*plan.layers[0].qkv, "self_attn.g_proj"), "gate_size": 1}
+    plan = lfm2(config, plan).with_layers(
+        lambda layer: {} if layer.recurrent else {"out": "self_attn.o_proj", "head_norms": HEAD_NORMS},
+        after_attention=norms[0],
+        after_feed_forward=norms[1],
+    )
+    return plan.with_layers(lambda layer: gated if config.use_attention_gate and not layer.recurrent else {})
 
 
 @family(

@@ -73,12 +73,12 @@ def _field(config: Any, *names: str) -> Any:
 def _deepseek(config: Any, **further: Any) -> ExpertsPlan:
     inner, count = config.moe_intermediate_size, _field(config, "n_routed_experts", "num_experts")
     shared_inner = inner * _field(config, "n_shared_experts", "num_shared_experts")
-    factor = _field(config, "routed_scaling_factor", "router_scaling_factor")
+    factor = _field(config, "routed_scaling_factor", "router_scaling_factor", "route_scale")
     return _softmax(config, count, inner, factor=factor, shared="shared_experts", shared_inner=shared_inner, **further)
 
 
-def _glm(config: Any, bias: str = "gate.e_score_correction_bias") -> ExpertsPlan:
-    return _deepseek(config, **_groups(config), is_sigmoid=True, floor=1e-20, choice_bias=bias)
+def _glm(config: Any, bias: str = "gate.e_score_correction_bias", **further: Any) -> ExpertsPlan:
+    return _deepseek(config, **_groups(config), is_sigmoid=True, floor=1e-20, choice_bias=bias, **further)
 
 
 def _deepseek_v2(config: Any) -> ExpertsPlan:
@@ -103,6 +103,16 @@ def _ernie4_5(config: Any) -> ExpertsPlan:
         choice_bias="gate.moe_statics.e_score_correction_bias",
         **shared,
     )
+
+
+def _hunyuan(config: Any) -> ExpertsPlan:
+    """Softmax, and a shared expert of the same size; `moe_topk` may be a list with a number for each layer."""
+    count, inner, used = config.num_experts, config.intermediate_size, config.moe_topk
+    if isinstance(used, list):
+        if len({*used}) != 1:
+            raise UnknownLayerError(f"its configuration has moe_topk={used}")
+        used = used[0]
+    return _softmax(config, count, inner, used=used, router="gate.wg", shared="shared_mlp", shared_inner=inner)
 
 
 def _lfm2(config: Any) -> ExpertsPlan:
@@ -144,6 +154,8 @@ MIXTURES: Mapping[str, Callable[[Any], ExpertsPlan]] = {
     "gpt_oss": _gpt_oss,
     "ernie4_5_moe": _ernie4_5,
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3", "dots1", "exaone_moe", "solar_open"), _glm),
+    "hunyuan_v1_moe": _hunyuan,
+    "afmoe": lambda config: _glm(config, "expert_bias", router="router.gate"),
     "hy_v3": lambda config: _glm(config, "e_score_correction_bias"),
     "deepseek_v2": _deepseek_v2,
     "lfm2_moe": _lfm2,

@@ -99,7 +99,9 @@ class InterleavedGatedDelta(GatedDelta):
 def order_outputs(model: nn.Module) -> None:
     """Let layers compute all queries first, then all keys, values and gates, instead of head by head."""
     for layer in recurrent_layers(model).values():
-        projections = [getattr(layer, name, None) for name in ("in_proj_qkvz", "in_proj_ba")]
+        if form_of(layer) is not InterleavedGatedDelta:
+            continue
+        projections = layer.in_proj_qkvz, layer.in_proj_ba
         if all(map(is_plain, projections)):
             numbered = (torch.arange(linear.out_features)[None, None] for linear in projections)
             parts = layer.fix_query_key_value_ordering(*numbered)
