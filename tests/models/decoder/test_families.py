@@ -104,7 +104,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": WINDOW | KINDS | CAPS,
     "vaultgemma": WINDOW | KINDS | CAPS,
     "gemma3_text": WINDOW | KINDS | {"query_pre_attn_scalar": 32, "final_logit_softcapping": 4.0},
-    "phi": {"rope_parameters": PART, "head_dim": None, "num_attention_heads": 2},
+    "phi": {"rope_parameters": PART},
     "phi3": {"rope_parameters": PART},
     "smollm3": {"no_rope_layer_interval": 2},
     "olmo2": {},
@@ -118,7 +118,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.3},
     "cohere2": WINDOW | KINDS | {"logit_scale": 0.3},
     "ernie4_5": {},
-    "helium": {},
+    "helium": {"head_dim": 32},
     "starcoder2": WINDOW | {"hidden_act": "gelu_pytorch_tanh"},
     "arcee": {"hidden_act": "relu2"},
     "jais2": {"hidden_act": "relu2"},
@@ -135,7 +135,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoeshared": EXPERTS | MULTIPLIERS | {"attention_multiplier": 0.2, "shared_intermediate_size": 160},
     "granitemoe_swa": EXPERTS | MULTIPLIERS | WINDOW | KINDS | {"attention_multiplier": 0.2},
     "glm4_moe": EXPERTS | SHARED | {"rope_parameters": PART, "use_qk_norm": True, "first_k_dense_replace": 1},
-    "solar_open": EXPERTS | SHARED | {"rope_parameters": PART},
+    "solar_open": EXPERTS | SHARED,
     "dots1": EXPERTS | SHARED | {"first_k_dense_replace": 1},
     "afmoe": EXPERTS
     | WINDOW

@@ -531,8 +531,8 @@ def hunyuan_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("solar_open", fields=GROUPED_EXPERTS)
 def solar_open(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """GLM-4.5 without dense layers and norms of heads."""
-    return mixtral(config, plan.with_layers(rotated=_rotated(config, plan)))
+    """Llama with the experts of GLM-4.5 in each layer."""
+    return mixtral(config, plan)
 
 
 @family(
