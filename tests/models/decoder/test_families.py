@@ -277,8 +277,19 @@ def test_layers_in_blocks_compute_the_rounded_weights(name: str, folder_of: Call
     assert difference(logits, own_logits(folder, "float32", "int4")) <= 0.01
 
 
-# matrices named w1, w2 and w3, and those of all experts in one tensor, under two names
-@pytest.mark.parametrize("name", ["lfm2_moe", "granitemoehybrid-experts", "gemma4_text-experts"])
+# matrices named w1, w2 and w3, those of all experts in one tensor, and other names of their own
+QUANTIZED = (
+    "lfm2_moe",
+    "granitemoehybrid-experts",
+    "gemma4_text-experts",
+    "mixtral",
+    "minimax_m2",
+    "hy_v3",
+    "exaone_moe",
+)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_experts_are_quantized_whatever_the_names_of_their_tensors(name: str, folder_of: Callable[[str], str]) -> None:
     logits = logits_of(load(folder_of(name), LoadOptions(activations="int15", rounding="int8")).backend)
     assert difference(logits, own_logits(folder_of(name), "float32")) <= 0.05

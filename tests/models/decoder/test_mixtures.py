@@ -189,8 +189,13 @@ def test_a_forced_choice_is_used_in_one_call(folder_of: Callable[[str], Path]) -
 IN_ONE_CALL = {"qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "granitemoe", "gpt_oss", "glm4_moe", "ernie4_5_moe"}
 IN_ONE_CALL |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "flex_olmo", "minimax_m2", "granitemoeshared"}
 IN_ONE_CALL |= {"granitemoe_swa", "solar_open", "dots1", "exaone_moe", "hy_v3", "afmoe", "mellum", "hunyuan_v1_moe"}
-IN_ONE_CALL |= {"qwen3_next"}
-ELSEWHERE = {"qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid", "gemma4_text"}  # tried in test_hybrids.py
+ELSEWHERE = {
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "gemma4_text",
+}  # tried in test_hybrids.py
 
 
 def test_the_mixtures_that_run_in_one_call_are_those_of_the_documentation() -> None:
