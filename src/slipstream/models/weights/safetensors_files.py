@@ -86,10 +86,11 @@ class CheckpointFiles:
 
     def rename(self, renamed: Callable[[str], str]) -> None:
         """Give tensors the names that the model has for them. renamed: from the name in the files."""
+        tables: Sequence[dict[str, Any]] = (self.shapes, self.kinds, self._files, self._places)
         for name, new in [(name, renamed(name)) for name in self.shapes]:
             if new not in self.shapes:
-                for tensors in (self.shapes, self.kinds, self._files, self._places):
-                    tensors[new] = tensors.pop(name)
+                for table in tables:
+                    table[new] = table.pop(name)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None, dtypes: Sequence[torch.dtype]) -> Tensor:
         """A whole tensor. Raises `SlipstreamError` if it is missing, of another shape, or of none of these types."""
