@@ -119,7 +119,7 @@ def add_tensor(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
 
     numbers = numpy.ascontiguousarray(tensor.float().numpy())
     is_matrix = numbers.ndim > 1 < numbers.shape[-1] and not any(
-        part in name for part in ("conv", "ffn_gate_inp", "ssm_norm", "ssm_d")
+        part in name for part in ("conv", "ffn_gate_inp", "ssm_norm", "ssm_d", ".bias")
     )
     if is_matrix and numbers.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
         kind = "Q8_0"  # rows of whole blocks of the type only

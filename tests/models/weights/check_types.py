@@ -74,11 +74,15 @@ def main() -> int:
 
 
 def wide(name: str) -> Case:
-    """The case in sizes that all types and the kernels take."""
+    """The case in sizes that all types and the kernels take; all experts are used, so that no rounding chooses them."""
     case = CASES[name]
+    counts = [case.settings.get(field) for field in ("num_experts", "num_local_experts", "n_routed_experts")]
+    used = dict.fromkeys(("num_experts_per_tok", "top_k_experts"), next(filter(None, counts), 0))
+    used = {field: count for field, count in used.items() if count and field in case.settings}
+    used |= dict.fromkeys(("n_group", "topk_group"), 1) if "n_group" in case.settings else {}
     heads = {"head_dim": 64} if case.settings.get("head_dim") == 32 and "kv_lora_rank" not in case.settings else {}
     gemma = SETTINGS["gemma4"] if name.startswith("gemma4") else {}
-    return replace(case, settings=case.settings | SIZES | heads | gemma | SETTINGS.get(name, {}))
+    return replace(case, settings=case.settings | SIZES | used | heads | gemma | SETTINGS.get(name, {}))
 
 
 @torch.inference_mode()
