@@ -40,8 +40,14 @@ TYPES = (
     *("MXFP4", "NVFP4", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "TQ1_0", "TQ2_0"),
 )
 SIZES = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 256)
-# in heads of 64 numbers
-HALF = {name: {"rope.dimension_count": 32} for name in ("phi3", "glm4", "glm4moe", "qwen35", "qwen35moe")}
+# metadata of these sizes, where the cases have numbers of their own
+HALF = {"rope.dimension_count": 32}
+WIDE = {"expert_feed_forward_length": 256}
+METADATA = {
+    **dict.fromkeys(("phi3", "glm4", "qwen35"), HALF),
+    **dict.fromkeys(("glm4moe", "qwen35moe"), HALF | WIDE),
+    **dict.fromkeys(("qwen2moe", "lfm2moe"), WIDE),
+}
 DELTA_NET = theta(70000.0, partial_rotary_factor=0.5, mrope_section=[11, 11, 10], mrope_interleaved=True)
 SETTINGS = {**dict.fromkeys(("qwen35", "qwen35moe"), DELTA_NET), "gemma4": {"global_head_dim": 128}}
 LARGEST = 0.01  # difference that is rounding
@@ -88,7 +94,7 @@ def wide(name: str) -> Case:
 @torch.inference_mode()
 def compared(name: str, kind: str, file: Path, with_llama: bool) -> tuple[list[str], bool]:
     """The cells of a file's row, and whether its logits are transformers' up to rounding."""
-    write_case(file, architecture(name), wide(name), kind, **HALF.get(name, {}))
+    write_case(file, architecture(name), wide(name), kind, **METADATA.get(name, {}))
     header = read_header(file)
     expected = dequantized(header, described(header), torch.float32).eval()(input_ids=IDS).logits[0].float()
     activations, largest = ("auto", IN_BFLOAT16) if kind == "BF16" else ("int15", LARGEST)
