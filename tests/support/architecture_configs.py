@@ -80,8 +80,10 @@ LATENT = {
 }
 # what some types need further in the wide size: half of a head rotated, latents and other parts for the kernels
 ONLY_WIDE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), LATENT),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), QWEN),
+    "qwen3_next": dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     **{key: {"hidden_size_per_layer_input": 32} for key in ("gemma4", "gemma4_text")},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16},
 }

@@ -87,6 +87,8 @@ def tiny_model(model_type: str, wide: bool = False) -> Any:
         torch.manual_seed(0)
         model = make(model_type, config, torch.bfloat16 if wide else torch.float32).eval()
         for parameter in model.parameters():
+            if parameter.dim() > 1 and not parameter.any():  # a router of zeros prefers no expert
+                parameter.normal_(std=0.02)
             parameter.mul_(SCALES.get(model_type, SCALE))
     return model
 

@@ -119,13 +119,15 @@ def add_tensor(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
 
     numbers = numpy.ascontiguousarray(tensor.float().numpy())
     is_matrix = numbers.ndim > 1 < numbers.shape[-1] and not any(
-        part in name for part in ("conv", "ffn_gate_inp", "ssm_norm", "ssm_d")
+        part in name for part in ("conv", "ffn_gate_inp", "ssm_norm", "ssm_d", ".bias")
     )
+    if is_matrix and numbers.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
+        kind = "Q8_0"  # rows of whole blocks of the type only
     if kind == "F32" or not is_matrix:
         writer.add_tensor(name, numbers)
     else:
         number = gguf.GGMLQuantizationType[kind]
-        if kind.endswith(("_K", "NVFP4")):  # which the package does not quantize to
+        if kind.endswith(("_K", "NVFP4")) or kind.startswith("IQ"):  # which the package does not quantize to
             rows = random_blocks(BY_NAME[kind], *numbers.reshape(-1, numbers.shape[-1]).shape, len(name), 0.0003)
             raw = rows.reshape(*numbers.shape[:-1], -1)
         else:

@@ -29,6 +29,7 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 FULL = {"layer_types": ["full_attention"] * 2}
+SPARSE = {"mlp_layer_types": ["sparse"] * 2}
 SHARED = {"shared_expert_intermediate_size": 64}
 GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.8}
 LATENT = {
@@ -51,12 +52,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": SHARED | FULL,
     "olmoe": {},
     "mixtral": {},
+    "flex_olmo": {},
+    "minimax_m2": {},
+    "hunyuan_v1_moe": {"moe_topk": 3},
     "granitemoe": {},
+    "granitemoeshared": {"shared_intermediate_size": 64},
+    "granitemoe_swa": FULL,
     "gpt_oss": {},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_layer_start_index": 0, "moe_num_shared_experts": 1},
     "glm4_moe": GLM | {"first_k_dense_replace": 0},
     "glm4_moe-groups": GLM | GROUPS | {"first_k_dense_replace": 0},
-    "glm4_moe_lite": GLM | LATENT | {"mlp_layer_types": ["sparse"] * 2},
+    "solar_open": GLM,
+    "dots1": GLM | {"first_k_dense_replace": 0},
+    "exaone_moe": FULL | SPARSE | {"num_shared_experts": 2, "routed_scaling_factor": 1.8},
+    "hy_v3": SPARSE | {"num_shared_experts": 2, "router_scaling_factor": 1.8},
+    "afmoe": FULL | {"num_shared_experts": 2, "route_scale": 1.8, "num_dense_layers": 0},
+    "mellum": FULL | SPARSE,
+    "glm4_moe_lite": GLM | LATENT | SPARSE,
     "deepseek_v2": GLM | LATENT | {"q_lora_rank": None},
     "deepseek_v2-groups": GLM | LATENT | GROUPS | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": GLM | LATENT | GROUPS,

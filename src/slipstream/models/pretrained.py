@@ -42,7 +42,7 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import make_faster
 from slipstream.models.hf.model_view import ModelView, unwrapped
 from slipstream.models.hf.own_caches import OwnCacheBackend
-from slipstream.models.hf.recurrent_mixers import recurrent_layers
+from slipstream.models.hf.recurrent_mixers import order_outputs, recurrent_layers
 from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backend, why_not_on_slots
 from slipstream.models.hf.supported_models import not_by_position, without_weights
 from slipstream.models.hf.trials import OwnLogits, PassedTrials, passed_trials
@@ -216,6 +216,7 @@ def _quantized(model: Any, options: LoadOptions, allowed: str) -> Convert | None
 
 def _convert(model: Any, convert: Convert) -> None:
     """Replace each linear layer that runs with what `convert` makes of it; layers that share an input become one."""
+    order_outputs(model)
     convert_experts(model, convert)
     convert_latent(model, convert)
     calls, is_tied = linear_calls(model), are_tied(model)

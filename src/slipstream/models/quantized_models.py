@@ -63,6 +63,7 @@ from slipstream.models.weights.transformers_reader import (
     device_named,
     from_config,
     is_applied_by_transformers,
+    names_in_model,
     quietly,
     reader_errors,
 )
@@ -76,7 +77,6 @@ PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
 WITH_LANGUAGE_PART = ("gemma3", "gemma4", "gemma4_unified", "llava", "mistral3", "qwen3_5", "qwen3_5_moe")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # tensors of a block that hold a matrix of each expert: gates before ups, and downs
-STACKED = ("experts.gate_up_proj", "experts.down_proj"), ("input_linear.weight", "output_linear.weight")
 
 
 @dataclass(frozen=True)
@@ -365,8 +365,6 @@ class RoundedTensors:
         self._memory = HugePages()
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        if parameter not in self._files and parameter.endswith(".router.weight"):  # of Granite
-            parameter = parameter.replace(".router.", ".router.layer.")
         return self._files.tensor(parameter, shape, FLOATS).float()
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
@@ -388,13 +386,12 @@ class RoundedTensors:
         return RowsOfFile(self._files.entry(parameter, shape), library)
 
     def experts(self, block: str, plan: ExpertsPlan, library: Any) -> ExpertStacks:
-        for gate_up, down in STACKED:
-            if f"{block}.{gate_up}" in self._files and f"{block}.{gate_up}_bias" not in self._files:
-                shape = plan.count, 2 * plan.inner, plan.hidden
-                both = self._stacked(f"{block}.{gate_up}", shape, library)
-                parts = self._stacked(f"{block}.{down}", (plan.count, plan.hidden, plan.inner), library)
-                gate, up = (Stack.of_parts(both, first) for first in (0, plan.inner))
-                return ExpertStacks(gate, up, Stack.of_parts(parts))
+        gate_up, down = (f"{block}.experts.{name}" for name in ("gate_up_proj", "down_proj"))
+        if gate_up in self._files and f"{gate_up}_bias" not in self._files:
+            both = self._stacked(gate_up, (plan.count, 2 * plan.inner, plan.hidden), library)
+            parts = self._stacked(down, (plan.count, plan.hidden, plan.inner), library)
+            gate, up = (Stack.of_parts(both, first) for first in (0, plan.inner))
+            return ExpertStacks(gate, up, Stack.of_parts(parts))
         return stacks_of_single_experts(partial(self.part, library=library), block, plan, self._files.shapes)
 
     def latent(self, parameter: str, plan: LatentPlan, library: Any) -> LatentStacks:
@@ -436,6 +433,7 @@ class RoundedCheckpoint(_Checkpoint):
         """The model without weights, and its tensors."""
         files = CheckpointFiles(self.source, self.folder, self.files)
         model = self._empty(files)
+        files.rename(names_in_model(model))
         wide = {f"{name}.weight" for name, module in model.named_modules() if _is_outermost(module, model)}
         return model, RoundedTensors(files, self.quantize, wide), files
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError
@@ -361,6 +362,8 @@ def test_a_mixture_is_quantized_while_it_is_loaded(folder: str, quantize: str) -
 
 def test_a_mixture_whose_tensors_have_other_names_is_not_quantized(tmp_path: Path) -> None:
     mixture("mixtral", torch.bfloat16).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name.replace(".w1.", ".w.").replace(".w3.", ".v."): t for name, t in load_file(file).items()}, file)
     with pytest.raises(UsageError, match=r"is a mixture of experts: the checkpoint has no tensor .*; allowed: 'none'"):
         load(str(tmp_path), LoadOptions(rounding="int4"))
 

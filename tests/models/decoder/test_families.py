@@ -44,6 +44,7 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 WINDOW, THETA = {"sliding_window": 24}, {"rope_type": "default", "rope_theta": 1e4}
+PART = THETA | {"partial_rotary_factor": 0.5}
 CAPS = {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 # all experts of a layer are used, so that roundings do not decide which
@@ -52,11 +53,12 @@ EXPERTS = {
     **dict.fromkeys(("moe_num_experts", "moe_k"), 4),
     "moe_intermediate_size": 96,
 }
+SHARED = {"n_shared_experts": 2, "routed_scaling_factor": 1.8}
 LINEAR = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 MULTIPLIERS = {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.3}
 DELTA_NET = {
     "layer_types": LINEAR,
-    "rope_parameters": THETA | {"partial_rotary_factor": 0.5, "mrope_section": [6, 5, 5]},
+    "rope_parameters": PART | {"mrope_section": [6, 5, 5]},
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 32,
@@ -100,27 +102,52 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cwm": WINDOW | KINDS,
     "gemma": {},
     "gemma2": WINDOW | KINDS | CAPS,
+    "vaultgemma": WINDOW | KINDS | CAPS,
     "gemma3_text": WINDOW | KINDS | {"query_pre_attn_scalar": 32, "final_logit_softcapping": 4.0},
-    "phi3": {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
+    "phi": {"rope_parameters": PART},
+    "phi3": {"rope_parameters": PART},
     "smollm3": {"no_rope_layer_interval": 2},
     "olmo2": {},
     "olmo3": WINDOW | KINDS,
     "exaone4": WINDOW | KINDS,
-    "glm": {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
-    "glm4": {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
+    "glm": {"rope_parameters": PART},
+    "glm4": {"rope_parameters": PART},
     "granite": MULTIPLIERS | {"attention_multiplier": 0.2},
+    "granite_swa": MULTIPLIERS | WINDOW | KINDS | {"attention_multiplier": 0.2, "layer_rope_theta": [0, 5e3] * 2},
+    "hyperclovax": MULTIPLIERS | {"attention_multiplier": 0.2},
     "cohere": {"logit_scale": 0.3},
     "cohere2": WINDOW | KINDS | {"logit_scale": 0.3},
     "ernie4_5": {},
+    "helium": {"head_dim": 32},
     "starcoder2": WINDOW | {"hidden_act": "gelu_pytorch_tanh"},
+    "arcee": {"hidden_act": "relu2"},
+    "jais2": {"hidden_act": "relu2"},
+    "nemotron": {"hidden_act": "relu2", "rope_parameters": PART},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": EXPERTS | {"moe_topk": 4},
     "mixtral": EXPERTS | WINDOW,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [2]},
     "qwen3_moe": EXPERTS | {"decoder_sparse_step": 2},
     "olmoe": EXPERTS | {"head_dim": 32},
+    "flex_olmo": EXPERTS | {"head_dim": 32},
+    "minimax_m2": EXPERTS | {"rope_parameters": PART},
     "granitemoe": EXPERTS | MULTIPLIERS | {"attention_multiplier": 0.2},
-    "glm4_moe": EXPERTS
-    | {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}, "use_qk_norm": True}
-    | {"n_shared_experts": 2, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
+    "granitemoeshared": EXPERTS | MULTIPLIERS | {"attention_multiplier": 0.2, "shared_intermediate_size": 160},
+    "granitemoe_swa": EXPERTS | MULTIPLIERS | WINDOW | KINDS | {"attention_multiplier": 0.2},
+    "glm4_moe": EXPERTS | SHARED | {"rope_parameters": PART, "use_qk_norm": True, "first_k_dense_replace": 1},
+    "solar_open": EXPERTS | SHARED,
+    "dots1": EXPERTS | SHARED | {"first_k_dense_replace": 1},
+    "afmoe": EXPERTS
+    | WINDOW
+    | KINDS
+    | {"num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 1.8, "mup_enabled": True},
+    "hy_v3": EXPERTS | {"num_shared_experts": 2, "router_scaling_factor": 1.8},
+    "mellum": EXPERTS
+    | WINDOW
+    | KINDS
+    | {"mlp_layer_types": ["sparse", "dense"] * 2}
+    | {"rope_parameters": {"full_attention": THETA, "sliding_attention": THETA | {"rope_theta": 5e2}}},
+    "exaone_moe": EXPERTS | WINDOW | KINDS | {"num_shared_experts": 2, "first_k_dense_replace": 1},
     "gpt_oss": EXPERTS | WINDOW | KINDS,
     "ernie4_5_moe": EXPERTS | {"moe_layer_interval": 2},
     "lfm2": {
@@ -129,7 +156,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_multiple_of": 64,
         "block_ffn_dim_multiplier": 1.2,
     },
+    "lfm3": WINDOW | {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "conv_L_cache": 5},
     "qwen3_5_text": DELTA_NET,
+    "qwen3_next": EXPERTS | DELTA_NET | {"rope_parameters": PART, "shared_expert_intermediate_size": 64},
     "granitemoehybrid": MAMBA | {"num_local_experts": 0, "num_experts_per_tok": 0},
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 2},
     "qwen3_5_moe_text": EXPERTS | DELTA_NET | {"shared_expert_intermediate_size": 64},
@@ -142,6 +171,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3-dense": LATENT
     | {"q_lora_rank": 96, "first_k_dense_replace": 4}
     | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "youtu": LATENT | {"q_lora_rank": 96},
     "glm4_moe_lite": EXPERTS | LATENT | {"q_lora_rank": 64, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"},
@@ -247,8 +277,19 @@ def test_layers_in_blocks_compute_the_rounded_weights(name: str, folder_of: Call
     assert difference(logits, own_logits(folder, "float32", "int4")) <= 0.01
 
 
-# matrices named w1, w2 and w3, and those of all experts in one tensor, under two names
-@pytest.mark.parametrize("name", ["lfm2_moe", "granitemoehybrid-experts", "gemma4_text-experts"])
+# matrices named w1, w2 and w3, those of all experts in one tensor, and other names of their own
+QUANTIZED = (
+    "lfm2_moe",
+    "granitemoehybrid-experts",
+    "gemma4_text-experts",
+    "mixtral",
+    "minimax_m2",
+    "hy_v3",
+    "exaone_moe",
+)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_experts_are_quantized_whatever_the_names_of_their_tensors(name: str, folder_of: Callable[[str], str]) -> None:
     logits = logits_of(load(folder_of(name), LoadOptions(activations="int15", rounding="int8")).backend)
     assert difference(logits, own_logits(folder_of(name), "float32")) <= 0.05
@@ -273,6 +314,8 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"rope_parameters": THETA | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1"),
     ("llama", {"hidden_act": "relu"}, "the activation 'relu'"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layers of chunked_attention"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm=True"),
+    ("granite_swa", {"layer_rope_theta": [0, 1e4, 0, 5e3]}, "layer_rope_theta="),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
     ("qwen3_moe", {"router_logit_scale": 0.5}, "router_logit_scale=0.5"),
     ("mixtral", {"hidden_act": "relu"}, "the activation 'relu'"),

@@ -33,19 +33,19 @@ from tests.support.quantized_files import kl
 from tests.support.queued_texts import QueuedTexts
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # that attend to latents
-MIXTURES = ("lfm2_moe", "qwen3_5_moe_text", "granitemoehybrid-experts", "gemma4_text-experts", *LATENT)
-HYBRIDS = ("lfm2", "qwen3_5_text", "granitemoehybrid", *MIXTURES, "gemma4_text-small")
+MIXTURES = ("lfm2_moe", "qwen3_5_moe_text", "granitemoehybrid-experts", "gemma4_text-experts", *LATENT, "qwen3_next")
+HYBRIDS = ("lfm2", "qwen3_5_text", "granitemoehybrid", *MIXTURES, "gemma4_text-small", "lfm3", "afmoe")
 SOME_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8) | dict.fromkeys(
     ("num_experts_per_tok", "top_k_experts"), 3
 )
-ROUNDINGS = ("none", "int4")
+NOT_ROUNDED = ("qwen3_next", "int4")  # its layers are called one by one
+PAIRS = [pair for pair in product(HYBRIDS, ("none", "int4")) if pair != NOT_ROUNDED]
 LENGTH, ROWS, WRONG = 64, 8, 5
 WIDTHS = (2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 32, 33, 48, 63, 64)  # around those for which kernels differ
 TEXTS = torch.randint(3, 320, (ROWS, LENGTH + ROWS), generator=torch.Generator().manual_seed(8))
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
-each_hybrid = pytest.mark.parametrize("name", HYBRIDS)
-each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
+each_pair = pytest.mark.parametrize(("name", "rounding"), PAIRS)
 # convolutions, both kinds of recurrent layers and latents; tests/models/cpu/blocks compares the kernels themselves
 OF_EACH_KERNEL = (("lfm2", "none"), ("qwen3_5_moe_text", "int4"), ("granitemoehybrid", "int4"), ("deepseek_v3", "int4"))
 
@@ -108,8 +108,7 @@ def read_from(backend: HFBackend, start: int) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.each_value
-@each_rounding
-@each_hybrid
+@each_pair
 def test_forwards_of_1_to_64_tokens_give_the_same_bits_on_any_number_of_threads(
     name: str, rounding: str, folder: Path
 ) -> None:
@@ -123,8 +122,7 @@ def test_forwards_of_1_to_64_tokens_give_the_same_bits_on_any_number_of_threads(
             assert torch.equal(read(backend, width), expected), (threads, width)
 
 
-@each_rounding
-@each_hybrid
+@each_pair
 def test_rejected_drafts_leave_no_trace(name: str, rounding: str, folder: Path) -> None:
     backend = shared(folder, name, rounding)
     assert torch.equal(draft(backend), read(backend, 1))
@@ -186,8 +184,7 @@ def test_numbers_of_a_second_embedding_for_another_layer_are_noticed(
 
 
 @pytest.mark.each_value
-@each_rounding
-@each_hybrid
+@each_pair
 def test_rows_of_batches_of_1_to_8_have_the_bits_of_each_alone(name: str, rounding: str, folder: Path) -> None:
     backend = shared(folder, name, rounding)
     alone = []
@@ -205,7 +202,7 @@ def test_rows_of_batches_of_1_to_8_have_the_bits_of_each_alone(name: str, roundi
             starts = [start + width for start in starts]
 
 
-@pytest.mark.parametrize(("name", "rounding"), mostly_exhaustive(product(HYBRIDS, ROUNDINGS), *OF_EACH_KERNEL))
+@pytest.mark.parametrize(("name", "rounding"), mostly_exhaustive(PAIRS, *OF_EACH_KERNEL))
 @pytest.mark.slow
 def test_all_instructions_give_the_same_bits(
     name: str, rounding: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,7 +219,7 @@ def test_all_instructions_give_the_same_bits(
     assert all(torch.equal(logits, found["plain"]) for logits in found.values()), list(found)
 
 
-@each_hybrid
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_hidden_states_are_kept_beside_recurrent_layers(name: str, folder: Path) -> None:
     """What enters the layers, as heads read it."""
     backend = stacked(folder, name, "none")

@@ -187,15 +187,22 @@ def test_a_forced_choice_is_used_in_one_call(folder_of: Callable[[str], Path]) -
 
 
 IN_ONE_CALL = {"qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "granitemoe", "gpt_oss", "glm4_moe", "ernie4_5_moe"}
-IN_ONE_CALL |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
-ELSEWHERE = {"qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid", "gemma4_text"}  # tried in test_hybrids.py
+IN_ONE_CALL |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "flex_olmo", "minimax_m2", "granitemoeshared"}
+IN_ONE_CALL |= {"granitemoe_swa", "solar_open", "dots1", "exaone_moe", "hy_v3", "afmoe", "mellum", "hunyuan_v1_moe"}
+ELSEWHERE = {
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "gemma4_text",
+}  # tried in test_hybrids.py
 
 
 def test_the_mixtures_that_run_in_one_call_are_those_of_the_documentation() -> None:
     computed, others = MIXTURES.keys() & FAMILIES.keys(), MIXTURES.keys() - FAMILIES.keys()
     print(f"in one call: {', '.join(sorted(computed))}; the experts alone: {', '.join(sorted(others))}")
-    assert computed == IN_ONE_CALL | ELSEWHERE and others == {"qwen3_next"}
-    assert len(computed) == 15 and "fifteen families" in SPEED.read_text(encoding="utf-8")
+    assert computed == IN_ONE_CALL | ELSEWHERE and not others
+    assert f"{len(computed)} families" in SPEED.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

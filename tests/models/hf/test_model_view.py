@@ -208,6 +208,7 @@ def test_a_changed_draft_model_drafts_as_it_is_now(fast: bool) -> None:
 
 
 def test_a_changed_generation_config_takes_effect() -> None:
+    torch.manual_seed(0)
     model = transformers.MistralForCausalLM(
         transformers.MistralConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.4)
     ).eval()

@@ -62,9 +62,10 @@ class Rotations:
 def layer_rotations(model: Any, inner: nn.Module, plan: DecoderPlan) -> tuple[Rotations, list[int]]:
     """The rotations of a model's layers, and for each layer the index of its own. inner: see `decoder_module`."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(plan.layers)
-    kinds = sorted(set(layer_types))
+    rotating = [kind for kind, layer in zip(layer_types, plan.layers, strict=True) if layer.rotated]
+    kinds = sorted(set(rotating or layer_types))
     rotations = Rotations(inner.get_submodule(plan.rotary) if plan.rotates else None, kinds, plan)
-    return rotations, [kinds.index(kind) if len(rotations) > 1 else 0 for kind in layer_types]
+    return rotations, [kinds.index(kind) if len(rotations) > 1 and kind in kinds else 0 for kind in layer_types]
 
 
 def layer_inputs(

@@ -17,6 +17,7 @@ from typing import Any
 from slipstream.models.decoder.attention import STATEFUL
 from slipstream.models.decoder.mixtures import experts_plan
 from slipstream.models.decoder.plan import (
+    SQUARED,
     DecoderPlan,
     InputPlan,
     LatentPlan,
@@ -135,6 +136,7 @@ def _base(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
             window=window,
             scaling=size**-0.5,
             activation=getattr(config, "hidden_act", None) or "silu",
+            squares=getattr(config, "hidden_act", None) == SQUARED,
         )
         for index, (of, window) in enumerate(zip(each, windows, strict=True))
         for size in (getattr(of, "head_dim", None) or config.hidden_size // heads,)
@@ -176,8 +178,7 @@ def qwen3(config: Any, plan: DecoderPlan) -> DecoderPlan:
 @family("gemma")
 def gemma(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Norms whose weight is stored without its 1. The module of the embedding multiplies itself."""
-    norm = replace(plan.norm, offset=1.0, rounds_first=False)
-    return replace(plan.with_layers(norm=norm), norm=norm)
+    return _with_norm(plan, replace(plan.norm, offset=1.0, rounds_first=False))
 
 
 SOFT_CAPS = "query_pre_attn_scalar hidden_activation final_logit_softcapping attn_logit_softcapping"
@@ -195,6 +196,12 @@ def gemma2(config: Any, plan: DecoderPlan) -> DecoderPlan:
         soft_cap=config.attn_logit_softcapping or 0.0,
     )
     return replace(plan, logit_cap=config.final_logit_softcapping or 0.0)
+
+
+@family("vaultgemma", fields=SOFT_CAPS)
+def vaultgemma(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Gemma 2 without norms after both parts."""
+    return gemma2(config, plan).with_layers(after_attention=None, after_feed_forward=None)
 
 
 @family("gemma3_text", fields=f"{SOFT_CAPS} sliding_window_pattern _sliding_window_pattern")
@@ -217,12 +224,11 @@ def gemma4(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """
     if config.use_bidirectional_attention == "all":
         raise UnknownLayerError("its configuration has use_bidirectional_attention='all'")
-    norm, full = replace(plan.norm, rounds_first=False), dict[str, Any]()
+    full = dict[str, Any]()
     if config.attention_k_eq_v:
         full = {"qkv": ("self_attn.q_proj", "self_attn.k_proj"), "shares_values": True}
-    plan = plan.with_layers(
+    plan = _rounded_once(plan).with_layers(
         lambda layer: full if config.layer_types[layer.index] == "full_attention" else {},
-        norm=norm,
         after_attention="post_attention_layernorm",
         before_feed_forward="pre_feedforward_layernorm",
         after_feed_forward="post_feedforward_layernorm",
@@ -241,7 +247,7 @@ def gemma4(config: Any, plan: DecoderPlan) -> DecoderPlan:
             after_dense="post_feedforward_layernorm_1",
         )
     plan = _with_second_embedding(config, _with_shared_keys(config, plan))
-    return replace(plan, norm=norm, logit_cap=config.final_logit_softcapping or 0.0)
+    return replace(plan, logit_cap=config.final_logit_softcapping or 0.0)
 
 
 def _with_shared_keys(config: Any, plan: DecoderPlan) -> DecoderPlan:
@@ -298,19 +304,18 @@ def smollm3(config: Any, plan: DecoderPlan) -> DecoderPlan:
 @family("olmo2", "olmo3")
 def olmo2(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Norms after both parts and none before; queries and keys are normalized before they are divided into heads."""
-    norm = replace(plan.norm, rounds_first=False)
-    plan = _norms_after(plan).with_layers(norm=norm, head_norms=HEAD_NORMS, norms_all_heads=True)
-    return replace(plan, norm=norm)
+    return _norms_after(_rounded_once(plan)).with_layers(head_norms=HEAD_NORMS, norms_all_heads=True)
 
 
 @family("exaone4", fields="sliding_window_pattern")
 def exaone4(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Norms after both parts; where there are windows, only layers with one rotate."""
+    """Qwen 3 with norms after both parts and none before; where there are windows, only layers with one rotate."""
+    return _norms_after(_rotating_in_windows(config, qwen3(config, plan)))
+
+
+def _rotating_in_windows(config: Any, plan: DecoderPlan) -> DecoderPlan:
     rotates_all = config.sliding_window is None
-    return _norms_after(plan).with_layers(
-        lambda layer: {"rotated": layer.size if rotates_all or layer.window else 0},
-        head_norms=HEAD_NORMS,
-    )
+    return plan.with_layers(lambda layer: {"rotated": layer.size if rotates_all or layer.window else 0})
 
 
 @family("glm")
@@ -337,19 +342,43 @@ def granite(config: Any, plan: DecoderPlan) -> DecoderPlan:
     return replace(plan, embedding=config.embedding_multiplier, logits=1 / config.logits_scaling)
 
 
+@family("hyperclovax", fields=f"{GRANITE} use_post_norm")
+def hyperclovax(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Granite with norms after both parts, too; its logits are multiplied, not divided."""
+    plan = replace(granite(config, plan), logits=config.logits_scaling)
+    return plan.with_layers(after_attention="post_norm1", after_feed_forward="post_norm2")
+
+
+@family("granite_swa", fields=f"{GRANITE} layer_rope_theta")
+def granite_swa(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Granite with sinks; some layers do not rotate."""
+    thetas = config.layer_rope_theta
+    if len(set(thetas) - {0}) > 1:
+        raise UnknownLayerError(f"its configuration has layer_rope_theta={thetas}")
+    plan = granite(config, plan).with_layers(
+        lambda layer: {"rotated": layer.size if thetas[layer.index] else 0}, sinks="self_attn.sinks"
+    )
+    return replace(plan, rotary="rotary_embs.0")
+
+
 @family("cohere", "cohere2", fields="logit_scale layer_norm_eps")
 def cohere(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Attention and feed-forward part side by side after one LayerNorm; in Cohere 2 only layers with windows rotate."""
-    norm, rotates_all = NormPlan(config.layer_norm_eps, is_centered=True), config.model_type == "cohere"
-    plan = plan.with_layers(
+    rotates_all = config.model_type == "cohere"
+    plan = _with_norm(plan, NormPlan(config.layer_norm_eps, is_centered=True)).with_layers(
         lambda layer: {"rotated": layer.size if rotates_all or layer.window else 0},
-        norm=norm,
         before_feed_forward=None,
         is_parallel=True,
         rotates_pairs=True,
         angles_in_pairs=True,
     )
-    return replace(plan, norm=norm, logits=config.logit_scale)
+    return replace(plan, logits=config.logit_scale)
+
+
+@family("helium")
+def helium(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """ERNIE 4.5 with norms that are rounded once."""
+    return ernie4_5(config, _rounded_once(plan))
 
 
 @family("ernie4_5")
@@ -361,9 +390,48 @@ def ernie4_5(config: Any, plan: DecoderPlan) -> DecoderPlan:
 @family("starcoder2", fields="norm_epsilon")
 def starcoder2(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """LayerNorm, and a feed-forward part without a gate."""
-    norm = NormPlan(config.norm_epsilon, is_centered=True)
-    plan = plan.with_layers(norm=norm, gate_up=("mlp.c_fc",), down="mlp.c_proj", is_gated=False)
-    return replace(plan, norm=norm)
+    plan = _with_norm(plan, NormPlan(config.norm_epsilon, is_centered=True))
+    return plan.with_layers(gate_up=("mlp.c_fc",), down="mlp.c_proj", is_gated=False)
+
+
+@family("phi", fields="layer_norm_eps")
+def phi(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """LayerNorm, after which attention and a feed-forward part without a gate stand side by side; rotates as Phi 3."""
+    plan = _with_norm(plan, NormPlan(config.layer_norm_eps, is_centered=True)).with_layers(
+        out="self_attn.dense",
+        gate_up=("mlp.fc1",),
+        down="mlp.fc2",
+        is_gated=False,
+        is_parallel=True,
+        before_feed_forward=None,
+        rotated=_rotated(config, plan),
+    )
+    return replace(plan, last_norm="final_layernorm")
+
+
+@family("arcee")
+def arcee(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """A feed-forward part without a gate."""
+    return plan.with_layers(gate_up=("mlp.up_proj",), is_gated=False)
+
+
+@family("jais2", fields="layer_norm_eps")
+def jais2(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Arcee with LayerNorm."""
+    return arcee(config, _with_norm(plan, NormPlan(config.layer_norm_eps, is_centered=True)))
+
+
+@family("nemotron", fields="norm_eps")
+def nemotron(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Arcee with LayerNorm, whose weight is stored without its 1; a part of each head is rotated."""
+    plan = _with_norm(plan, NormPlan(config.norm_eps, offset=1.0, is_centered=True))
+    return arcee(config, plan).with_layers(rotated=_rotated(config, plan))
+
+
+@family("hunyuan_v1_dense", fields="alpha")
+def hunyuan(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Norms of each head after its rotation."""
+    return plan.with_layers(head_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"), rotates_first=True)
 
 
 EXPERTS = (
@@ -399,22 +467,115 @@ def olmoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
     return mixtral(config, plan.with_layers(head_norms=HEAD_NORMS, norms_all_heads=True))
 
 
+@family("flex_olmo", fields=EXPERTS)
+def flex_olmo(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """OLMo 2 with experts in each layer."""
+    return mixtral(config, olmo2(config, plan))
+
+
+@family("minimax_m2", fields=EXPERTS)
+def minimax_m2(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """OLMoE that rotates a part of each head."""
+    return olmoe(config, plan.with_layers(rotated=_rotated(config, plan)))
+
+
 @family("granitemoe", fields=f"{GRANITE} {EXPERTS}")
 def granitemoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """As Granite, but each layer has experts."""
     return mixtral(config, granite(config, plan))
 
 
+@family("granitemoe_swa", fields=f"{GRANITE} {EXPERTS} layer_rope_theta shared_intermediate_size")
+def granitemoe_swa(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Granite with sinks and experts."""
+    return _with_dense_part(config, granite_swa(config, plan))
+
+
+@family("granitemoeshared", fields=f"{GRANITE} {EXPERTS} shared_intermediate_size")
+def granitemoeshared(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Granite with experts, most models with a dense part beside them."""
+    return _with_dense_part(config, granite(config, plan))
+
+
+def _with_dense_part(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """The plan with a dense part, if there is one, and experts, if there are any."""
+    if not config.shared_intermediate_size:
+        return mixtral(config, plan)
+    return plan.with_layers(
+        experts=experts_plan(config) if config.num_local_experts else None,
+        inner=config.shared_intermediate_size,
+        gate_up=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+    )
+
+
+GROUPED_EXPERTS = f"{EXPERTS} n_routed_experts n_shared_experts routed_scaling_factor n_group topk_group"
+
+
 @family(
     "glm4_moe",
-    fields=f"{EXPERTS} n_routed_experts n_shared_experts routed_scaling_factor first_k_dense_replace use_qk_norm "
-    "n_group topk_group num_mtp_layers num_nextn_predict_layers",
+    fields=f"{GROUPED_EXPERTS} first_k_dense_replace use_qk_norm num_mtp_layers num_nextn_predict_layers",
 )
 def glm4_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Dense layers first; a part of each head is rotated. The experts' block refuses a choice among groups."""
+    """Dense layers first; a part of each head is rotated."""
     head_norms = HEAD_NORMS if config.use_qk_norm else None
     plan = plan.with_layers(head_norms=head_norms, rotated=_rotated(config, plan))
     return _with_experts(config, plan, range(config.first_k_dense_replace, len(plan.layers)))
+
+
+@family("hunyuan_v1_moe", fields=f"{EXPERTS} alpha moe_topk sep_token_id")
+def hunyuan_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Hunyuan with experts in each layer."""
+    return mixtral(config, hunyuan(config, plan))
+
+
+@family("solar_open", fields=GROUPED_EXPERTS)
+def solar_open(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Llama with the experts of GLM-4.5 in each layer."""
+    return mixtral(config, plan)
+
+
+@family(
+    "afmoe", fields=f"{EXPERTS} num_shared_experts num_dense_layers route_scale global_attn_every_n_layers mup_enabled"
+)
+def afmoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Gates of attention, norms before and after both parts, and experts behind some dense layers."""
+    plan = _rotating_in_windows(config, qwen3(config, _rounded_once(plan))).with_layers(
+        qkv=(*plan.layers[0].qkv, "self_attn.gate_proj"),
+        gate_size=plan.layers[0].size,
+        after_attention="post_attention_layernorm",
+        before_feed_forward="pre_mlp_layernorm",
+        after_feed_forward="post_mlp_layernorm",
+    )
+    plan = replace(plan, embedding=config.hidden_size**0.5 if config.mup_enabled else 1.0)
+    return _with_experts(config, plan, range(config.num_dense_layers, len(plan.layers)))
+
+
+@family("dots1", fields=f"{GROUPED_EXPERTS} first_k_dense_replace")
+def dots1(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Qwen 3 with experts behind some dense layers."""
+    return _with_experts(config, qwen3(config, plan), range(config.first_k_dense_replace, len(plan.layers)))
+
+
+@family("hy_v3", fields=f"{EXPERTS} mlp_layer_types num_shared_experts router_scaling_factor enable_moe_fp32_combine")
+def hy_v3(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Qwen 3 with experts in the layers that are named."""
+    return _with_experts(config, qwen3(config, plan), _sparse(config))
+
+
+@family("mellum", fields=f"{EXPERTS} mlp_layer_types num_mtp_layers num_nextn_predict_layers")
+def mellum(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """The same; rotations differ by the kind of layer."""
+    return hy_v3(config, plan)
+
+
+@family(
+    "exaone_moe",
+    fields=f"{GROUPED_EXPERTS} mlp_layer_types num_shared_experts first_k_dense_replace sliding_window_pattern",
+)
+def exaone_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """EXAONE 4 with norms where Qwen 3 has them, and experts in the layers that are named."""
+    return hy_v3(config, _rotating_in_windows(config, plan))
 
 
 @family(
@@ -432,9 +593,7 @@ def ernie4_5_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
 @family("gpt_oss", fields=f"{EXPERTS} swiglu_alpha swiglu_limit")
 def gpt_oss(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Each head has a sink, the model one angle for each pair of numbers; norms are rounded once."""
-    norm = replace(plan.norm, rounds_first=False)
-    plan = replace(plan.with_layers(norm=norm, sinks="self_attn.sinks", angles_of_pairs=True), norm=norm)
-    return mixtral(config, plan)
+    return mixtral(config, _rounded_once(plan).with_layers(sinks="self_attn.sinks", angles_of_pairs=True))
 
 
 LATENT = (
@@ -450,22 +609,25 @@ def deepseek_v2(config: Any, plan: DecoderPlan) -> DecoderPlan:
     return _with_experts(config, plan, range(config.first_k_dense_replace, len(plan.layers)))
 
 
+@family("youtu", fields=f"{LATENT} rope_interleave embedding_initializer_range")
+def youtu(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Latent attention that rotates pairs of neighbors, and leaves the first numbers of all pairs in front."""
+    pairs = bool(config.rope_interleave)
+    return _with_latent(config, plan).with_layers(rotates_pairs=pairs, parts_pairs=pairs)
+
+
 @family(
     *("deepseek_v3", "glm4_moe_lite"),
     fields=f"{LATENT} first_k_dense_replace mlp_layer_types rope_interleave num_nextn_predict_layers num_mtp_layers",
 )
 def deepseek_v3(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Latent attention that rotates pairs of neighbors, and leaves the first numbers of all pairs in front."""
-    pairs = bool(config.rope_interleave)
-    plan = _with_latent(config, plan).with_layers(rotates_pairs=pairs, parts_pairs=pairs)
-    dense = range(getattr(config, "first_k_dense_replace", None) or 0)
-    kinds = getattr(config, "mlp_layer_types", None) or [
-        "dense" if i in dense else "sparse" for i in range(len(plan.layers))
-    ]
-    return _with_experts(config, plan, [i for i, kind in enumerate(kinds) if kind == "sparse"])
+    """Youtu with experts in the layers that are named, or behind some dense layers."""
+    dense = getattr(config, "first_k_dense_replace", None) or 0
+    is_named = getattr(config, "mlp_layer_types", None)
+    return _with_experts(config, youtu(config, plan), _sparse(config) if is_named else range(dense, len(plan.layers)))
 
 
-LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 
 
 def latent_plan(config: Any) -> LatentPlan | None:
@@ -508,6 +670,11 @@ def _with_experts(config: Any, plan: DecoderPlan, layers: Container[int]) -> Dec
     return plan.with_layers(lambda layer: experts if layer.index in layers else {})
 
 
+def _sparse(config: Any) -> list[int]:
+    """The layers whose feed-forward parts are called sparse."""
+    return [i for i, kind in enumerate(config.mlp_layer_types) if kind == "sparse"]
+
+
 @family(
     "lfm2",
     fields="norm_eps conv_bias conv_L_cache block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim "
@@ -520,19 +687,30 @@ def lfm2(config: Any, plan: DecoderPlan) -> DecoderPlan:
         multiple = config.block_multiple_of
         inner = int((config.block_ffn_dim_multiplier or 1) * int(2 * inner / 3))
         inner = -(-inner // multiple) * multiple if config.block_ffn_dim_multiplier is not None else inner
-    norm, heads = NormPlan(config.norm_eps), ("self_attn.q_layernorm", "self_attn.k_layernorm")
-    plan = plan.with_layers(
-        norm=norm,
+    plan = _with_norm(plan, NormPlan(config.norm_eps)).with_layers(
         inner=inner,
         out="self_attn.out_proj",
-        head_norms=heads,
+        head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
         gate_up=("feed_forward.w1", "feed_forward.w3"),
         down="feed_forward.w2",
         before_attention="operator_norm",
         before_feed_forward="ffn_norm",
     )
     plan = _with_recurrent(config, plan, "conv", "conv", ("in_proj",))
-    return replace(plan, norm=norm, last_norm="embedding_norm")
+    return replace(plan, last_norm="embedding_norm")
+
+
+@family("lfm3", fields="norm_eps conv_bias conv_L_cache use_sandwich_norm use_attention_gate")
+def lfm3(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """LFM 2 with gates of heads, and with norms after both parts."""
+    norms = ("post_operator_norm", "post_ffn_norm") if config.use_sandwich_norm else (None, None)
+    gated: dict[str, Any] = {"qkv": (*plan.layers[0].qkv, "self_attn.g_proj"), "gate_size": 1}
+    plan = lfm2(config, plan).with_layers(
+        lambda layer: {} if layer.recurrent else {"out": "self_attn.o_proj", "head_norms": HEAD_NORMS},
+        after_attention=norms[0],
+        after_feed_forward=norms[1],
+    )
+    return plan.with_layers(lambda layer: gated if config.use_attention_gate and not layer.recurrent else {})
 
 
 @family(
@@ -554,8 +732,17 @@ DELTA_NET = (
 @family("qwen3_5_text", fields=DELTA_NET)
 def qwen3_5(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Gated delta nets in most layers; the others have gates for their queries, and rotate a part of each head."""
+    return _with_delta_nets(config, plan, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+@family("qwen3_next", fields=f"{DELTA_NET} {QWEN_EXPERTS} shared_expert_intermediate_size")
+def qwen3_next(config: Any, plan: DecoderPlan) -> DecoderPlan:
+    """Qwen 3.5 with joint projections, and the experts of Qwen 2."""
+    return qwen2_moe(config, _with_delta_nets(config, plan, "in_proj_qkvz", "in_proj_ba"))
+
+
+def _with_delta_nets(config: Any, plan: DecoderPlan, *parts: str) -> DecoderPlan:
     plan = qwen3(config, gemma(config, plan)).with_layers(gates_queries=True, rotated=_rotated(config, plan))
-    parts = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
     return _with_recurrent(config, plan, "linear_attention", "linear_attn", parts)
 
 
@@ -573,13 +760,8 @@ def qwen3_5_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
 )
 def granitemoehybrid(config: Any, plan: DecoderPlan) -> DecoderPlan:
     """Granite with Mamba-2 in most layers and, in most models, without positions; mixtures have a dense part, too."""
-    plan = granite(config, plan).with_layers(
-        experts=experts_plan(config) if config.num_local_experts else None,
-        inner=config.shared_intermediate_size,
-        gate_up=("shared_mlp.input_linear",),
-        down="shared_mlp.output_linear",
-        rotated=plan.layers[0].size if config.position_embedding_type == "rope" else 0,
-    )
+    rotated = plan.layers[0].size if config.position_embedding_type == "rope" else 0
+    plan = granitemoeshared(config, plan).with_layers(rotated=rotated)
     return _with_recurrent(config, plan, "linear_attention", "mamba", ("in_proj",))
 
 
@@ -594,6 +776,15 @@ def _with_recurrent(config: Any, plan: DecoderPlan, kind: str, module: str, part
         "gates_queries": False,
     }
     return plan.with_layers(lambda layer: changes if config.layer_types[layer.index] == kind else {})
+
+
+def _with_norm(plan: DecoderPlan, norm: NormPlan) -> DecoderPlan:
+    return replace(plan.with_layers(norm=norm), norm=norm)
+
+
+def _rounded_once(plan: DecoderPlan) -> DecoderPlan:
+    """The plan whose norms are rounded only after the multiplication by their weight."""
+    return _with_norm(plan, replace(plan.norm, rounds_first=False))
 
 
 def _norms_after(plan: DecoderPlan) -> DecoderPlan:

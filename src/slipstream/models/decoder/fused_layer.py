@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, silu
+from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from slipstream.models.decoder.attention import Scores, attend, attend_in_blocks
 from slipstream.models.decoder.cache import SlotCache, attend_ragged, given_cache
@@ -74,7 +74,8 @@ class Norm:
             raise UnknownLayerError(f"{type(module).__name__} has no weight, or another epsilon than {plan.eps}")
         weight, self.bias, self._plan = weight.detach(), None if bias is None else bias.detach(), plan
         if plan.offset:
-            weight = plan.offset + weight.to(torch.promote_types(weight.dtype, torch.float32))
+            wide = weight.dtype if plan.is_centered else torch.promote_types(weight.dtype, torch.float32)
+            weight = plan.offset + weight.to(wide)
         self.factors, self._size = weight.float().contiguous(), len(weight)
         self._signs = weight.new_tensor([[1.0], [-1.0]])
         self._after = weight if plan.rounds_first and not plan.is_centered else None
@@ -231,7 +232,9 @@ class LayerOps:
         self.after_input = None if part is None else Norm(layer.get_submodule(part.norm), plan.norm)
         self.scale = 1.0 if plan.scale is None else float(layer.get_buffer(plan.scale))
         self._act: Callable[[Tensor], Tensor] = silu
-        if ACTIVATIONS[plan.activation] != SILU:
+        if plan.squares:
+            self._act = _squared
+        elif ACTIVATIONS[plan.activation] != SILU:
             self._act = partial(gelu, approximate="tanh")
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -239,11 +242,15 @@ class LayerOps:
         both = self.heads + self.key_heads
         heads = self.qkv(_normed(self.before_attention, hidden)).view(batch, width, -1, self.size)
         qk = heads.narrow(2, 0, both)
+        if self.plan.rotates_first:
+            qk = self._rotate(qk, rope)
         if self.head_norms:
             parts = qk.split((self.heads, self.key_heads), 2)
             normed = [self._norm_heads(norm, part) for norm, part in zip(self.head_norms, parts, strict=True)]
             qk = torch.cat(normed, 2)
-        return self._rotate(qk, rope).transpose(1, 2), heads.narrow(2, both, self.key_heads).transpose(1, 2)
+        if not self.plan.rotates_first:
+            qk = self._rotate(qk, rope)
+        return qk.transpose(1, 2), heads.narrow(2, both, self.key_heads).transpose(1, 2)
 
     def _rotate(self, qk: Tensor, rope: Rope) -> Tensor:
         """Queries and keys [B, W, heads, D]."""
@@ -305,6 +312,10 @@ class LayerOps:
     ) -> Tensor | None:
         """None: these ops compute a layer in two parts."""
         return None
+
+
+def _squared(x: Tensor) -> Tensor:
+    return relu(x).square()
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:
@@ -398,7 +409,7 @@ def decoder_module(model: Any, plan: DecoderPlan) -> Any:
     """The module that calls the layers. Raises `UnknownLayerError` if none does."""
     around, count = {"layers", plan.last_norm}, len(plan.layers)
     if plan.rotates:
-        around.add(plan.rotary)
+        around.add(plan.rotary.partition(".")[0])
     for module in model.modules():
         if dict(module.named_children()).keys() >= around and len(module.get_submodule("layers")) == count:
             return module
@@ -438,7 +449,7 @@ def _outputs(layer: nn.Module, plan: LayerPlan) -> int | None:
         return None
     if plan.latent is None:
         kept = 0 if plan.reuses_keys else 2 - plan.shares_values
-        return ((1 + plan.gates_queries) * plan.heads + kept * plan.key_heads) * plan.size
+        return ((1 + plan.gates_queries) * plan.heads + kept * plan.key_heads) * plan.size + plan.heads * plan.gate_size
     if plan.latent.queries_norm is None:
         return plan.heads * (plan.latent.plain + plan.rotated) + plan.size
     return len(layer.get_parameter(f"{plan.latent.queries_norm}.weight")) + plan.size

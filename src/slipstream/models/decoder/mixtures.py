@@ -59,21 +59,26 @@ def _gpt_oss(config: Any) -> ExpertsPlan:
 def _groups(config: Any) -> dict[str, int]:
     """The groups of experts from some of which a router chooses."""
     groups, used = getattr(config, "n_group", 1) or 1, getattr(config, "topk_group", 1) or 1
-    count, chosen = config.n_routed_experts, config.num_experts_per_tok
+    count, chosen = _field(config, "n_routed_experts", "num_experts"), config.num_experts_per_tok
     if groups > MAX_GROUPS or count % groups or not used * (count // groups) >= chosen:
         raise UnknownLayerError(f"its router chooses {chosen} of {count} experts from {used} of {groups} groups")
     return {"groups": groups, "used_groups": min(used, groups)}
 
 
+def _field(config: Any, *names: str) -> Any:
+    """The value of a field that families call so."""
+    return next(getattr(config, name) for name in names if hasattr(config, name))
+
+
 def _deepseek(config: Any, **further: Any) -> ExpertsPlan:
-    inner = config.moe_intermediate_size
-    shared = {"shared": "shared_experts", "shared_inner": inner * config.n_shared_experts}
-    return _softmax(config, config.n_routed_experts, inner, factor=config.routed_scaling_factor, **shared, **further)
+    inner, count = config.moe_intermediate_size, _field(config, "n_routed_experts", "num_experts")
+    shared_inner = inner * _field(config, "n_shared_experts", "num_shared_experts")
+    factor = _field(config, "routed_scaling_factor", "router_scaling_factor", "route_scale")
+    return _softmax(config, count, inner, factor=factor, shared="shared_experts", shared_inner=shared_inner, **further)
 
 
-def _glm(config: Any) -> ExpertsPlan:
-    bias = "gate.e_score_correction_bias"
-    return _deepseek(config, **_groups(config), is_sigmoid=True, floor=1e-20, choice_bias=bias)
+def _glm(config: Any, bias: str = "gate.e_score_correction_bias", **further: Any) -> ExpertsPlan:
+    return _deepseek(config, **_groups(config), is_sigmoid=True, floor=1e-20, choice_bias=bias, **further)
 
 
 def _deepseek_v2(config: Any) -> ExpertsPlan:
@@ -98,6 +103,16 @@ def _ernie4_5(config: Any) -> ExpertsPlan:
         choice_bias="gate.moe_statics.e_score_correction_bias",
         **shared,
     )
+
+
+def _hunyuan(config: Any) -> ExpertsPlan:
+    """Softmax, and a shared expert of the same size; `moe_topk` may be a list with a number for each layer."""
+    count, inner, used = config.num_experts, config.intermediate_size, config.moe_topk
+    if isinstance(used, list):
+        if len({*used}) != 1:
+            raise UnknownLayerError(f"its configuration has moe_topk={used}")
+        used = used[0]
+    return _softmax(config, count, inner, used=used, router="gate.wg", shared="shared_mlp", shared_inner=inner)
 
 
 def _lfm2(config: Any) -> ExpertsPlan:
@@ -127,15 +142,21 @@ def _gemma4(config: Any) -> ExpertsPlan:
 # by the type of the configuration
 MIXTURES: Mapping[str, Callable[[Any], ExpertsPlan]] = {
     "qwen2_moe": _qwen2,
-    "qwen3_moe": _qwen3,
+    **dict.fromkeys(("qwen3_moe", "mellum"), _qwen3),
     "qwen3_next": _qwen2,
     "qwen3_5_moe_text": _qwen2,
-    "olmoe": lambda config: _softmax(config, config.num_experts, config.intermediate_size),
+    **dict.fromkeys(
+        ("olmoe", "flex_olmo"), lambda config: _softmax(config, config.num_experts, config.intermediate_size)
+    ),
     "mixtral": _mixtral,
-    **dict.fromkeys(("granitemoe", "granitemoehybrid"), _granite),
+    "minimax_m2": lambda config: _mixtral(config, is_sigmoid=True, choice_bias="e_score_correction_bias"),
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _granite),
     "gpt_oss": _gpt_oss,
     "ernie4_5_moe": _ernie4_5,
-    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), _glm),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3", "dots1", "exaone_moe", "solar_open"), _glm),
+    "hunyuan_v1_moe": _hunyuan,
+    "afmoe": lambda config: _glm(config, "expert_bias", router="router.gate"),
+    "hy_v3": lambda config: _glm(config, "e_score_correction_bias"),
     "deepseek_v2": _deepseek_v2,
     "lfm2_moe": _lfm2,
     "gemma4_text": _gemma4,

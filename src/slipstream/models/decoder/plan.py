@@ -17,9 +17,11 @@ from torch import Tensor
 Activation = tuple[float, float]  # slope and cubic term of x * sigmoid(slope * x + cubic * x^3)
 SILU: Activation = (1.0, 0.0)
 GELU: Activation = (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))  # by its tanh formula
+SQUARED = "relu2"
 ACTIVATIONS: Mapping[str, Activation] = {
     **dict.fromkeys(("silu", "swish"), SILU),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), GELU),
+    SQUARED: (math.inf, 0.0),  # ReLU, which is squared
 }
 
 
@@ -28,9 +30,11 @@ class UnknownLayerError(Exception):
 
 
 def activation_named(name: str) -> Activation:
-    """The activation that configurations call so. Raises `UnknownLayerError` for all others than SiLU and GELU."""
+    """The activation that configurations call so. Raises `UnknownLayerError` for one that is not computed."""
     if name not in ACTIVATIONS:
-        raise UnknownLayerError(f"the activation {name!r} is neither SiLU nor GELU by its tanh formula")
+        raise UnknownLayerError(
+            f"the activation {name!r} is neither SiLU nor GELU by its tanh formula, nor ReLU squared"
+        )
     return ACTIVATIONS[name]
 
 
@@ -117,7 +121,7 @@ class LayerPlan:
     """A decoder layer. Modules are named by their paths within the layer."""
 
     index: int
-    qkv: tuple[str, ...]  # one joint projection, or those of queries, keys and values
+    qkv: tuple[str, ...]  # one joint projection, or those of queries, keys, values and gates
     out: str
     gate_up: tuple[str, ...]  # one joint projection or two; only the first half of these if it is not gated
     down: str | None  # None, and no gate_up, in a layer that has experts alone
@@ -138,6 +142,8 @@ class LayerPlan:
     rotates_pairs: bool = False  # neighboring numbers with each other, not those of the two halves
     parts_pairs: bool = False  # and leaves the first numbers of all pairs in front of the second ones
     angles_in_pairs: bool = False  # the model's cosines and sines stand in that order, too
+    rotates_first: bool = False  # heads are rotated before their norms
+    squares: bool = False  # the activation
     norms_all_heads: bool = False  # `head_norms` are of all heads together, not of each
     is_gated: bool = True
     is_parallel: bool = False  # attention and feed-forward part have one input, and one residual
@@ -157,6 +163,7 @@ class LayerPlan:
     values_norm: str | None = None  # of the values of each head; it has no weight
     shares_values: bool = False  # keys, before their norm, are the values, too
     gates_queries: bool = False  # each query is followed by a gate, whose sigmoid multiplies what the query attends to
+    gate_size: int = 0  # numbers of each query's gate, which follow all values instead: `size`, or 1 for all of a head
     latent: LatentPlan | None = None  # `size` is that of a latent and the rotated part together, `key_heads` is 1
     recurrent: str | None = None  # what mixes tokens in place of attention; `qkv` is its first product, `out` its last
     keys_of: int | None = None  # the earlier layer whose keys and values it attends to; it has none of its own
@@ -180,7 +187,9 @@ class LayerPlan:
     @property
     def mixer(self) -> str | None:
         """The module that mixes tokens, where its own code is the specification of that."""
-        is_own = self.gates_queries or self.values_norm or self.latent or self.reuses_keys or self.input
+        is_own = (
+            self.gates_queries or self.gate_size or self.values_norm or self.latent or self.reuses_keys or self.input
+        )
         return self.out.rpartition(".")[0] if is_own else self.recurrent
 
     @property

@@ -7,7 +7,9 @@ logits, and then the model runs on caches of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from slipstream.models.cpu.compiled_recurrence import compiled_recurrence
+from slipstream.models.decoder.fused_linear import is_plain
 from slipstream.models.decoder.recurrence import Heads, Projection, Recurrence, RecurrentStates
 
 SILU = ("silu", "swish")
+ORDERING = "fix_query_key_value_ordering"  # the method that takes heads apart
 NO_LIMIT = (0.0, float("inf"))  # of the time step of Mamba-2
 
 
@@ -79,17 +83,42 @@ class GatedDelta:
 
 
 class InterleavedGatedDelta(GatedDelta):
-    """Gated delta layers whose projections are one matrix, ordered head by head."""
+    """Gated delta layers whose projections are two matrices, ordered head by head; see `order_outputs`."""
 
     @property
     def projection(self) -> Projection | None:
-        return None
+        return super().projection if ORDERING in vars(self._layer) else None
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         layer = self._layer
         together = layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden)
         query, key, value, z, b, a = layer.fix_query_key_value_ordering(*together)
         return torch.cat([*(part.flatten(2) for part in (query, key, value)), b, a], -1), z
+
+
+def order_outputs(model: nn.Module) -> None:
+    """Let layers compute all queries first, then all keys, values and gates, instead of head by head."""
+    for layer in recurrent_layers(model).values():
+        if form_of(layer) is not InterleavedGatedDelta:
+            continue
+        projections = layer.in_proj_qkvz, layer.in_proj_ba
+        if all(map(is_plain, projections)):
+            numbered = (torch.arange(linear.out_features)[None, None] for linear in projections)
+            parts = layer.fix_query_key_value_ordering(*numbered)
+            groups = parts[:4], parts[4:]
+            for linear, group in zip(projections, groups, strict=True):
+                order = torch.cat([part.flatten() for part in group])
+                linear.weight = nn.Parameter(linear.weight.detach()[order], requires_grad=False)
+            setattr(layer, ORDERING, partial(_parts, [[part.shape[2:] for part in group] for group in groups]))
+
+
+def _parts(groups: Sequence[Sequence[Sequence[int]]], *outputs: Tensor) -> list[Tensor]:
+    """The parts of these shapes of the outputs of each of several layers."""
+    return [
+        part.unflatten(-1, shape)
+        for output, shapes in zip(outputs, groups, strict=True)
+        for part, shape in zip(output.split([math.prod(shape) for shape in shapes], -1), shapes, strict=True)
+    ]
 
 
 class StateSpace:
@@ -174,7 +203,7 @@ FORMS: Sequence[tuple[Callable[[Any], Form], set[str], set[str]]] = (  # a form,
     (
         InterleavedGatedDelta,
         {"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"},
-        {"A_log", "dt_bias", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "fix_query_key_value_ordering"},
+        {"A_log", "dt_bias", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", ORDERING},
     ),
     (
         StateSpace,

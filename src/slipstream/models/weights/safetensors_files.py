@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,14 @@ class CheckpointFiles:
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
+
+    def rename(self, renamed: Callable[[str], str]) -> None:
+        """Give tensors the names that the model has for them. renamed: from the name in the files."""
+        tables: Sequence[dict[str, Any]] = (self.shapes, self.kinds, self._files, self._places)
+        for name, new in [(name, renamed(name)) for name in self.shapes]:
+            if new not in self.shapes:
+                for table in tables:
+                    table[new] = table.pop(name)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None, dtypes: Sequence[torch.dtype]) -> Tensor:
         """A whole tensor. Raises `SlipstreamError` if it is missing, of another shape, or of none of these types."""

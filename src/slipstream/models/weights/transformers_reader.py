@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -58,6 +58,22 @@ def from_config(config: Any, files: Mapping[str, Any], **options: Any) -> Any:
     """The model of a configuration, with fresh weights. files: see `LoadOptions.files`."""
     code = {name: value for name, value in files.items() if name in ("trust_remote_code", "code_revision")}
     return auto_class(config).from_config(config, **({"trust_remote_code": False} | code), **options)
+
+
+def names_in_model(model: Any) -> Callable[[str], str]:
+    """From a tensor's name in files to that of the model's parameter, by the rules of transformers."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    rules = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+
+    def renamed(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    return renamed
 
 
 def is_applied_by_transformers(quantization: Any) -> bool:

@@ -37,7 +37,8 @@ static void activate(const layer_type *layer, const number *gate, const number *
     for (int64_t i = 0; i < size; i += LANES) {
         floats x = load_number(gate + i);
         floats z = multiply_floats(x, add_product(slope, multiply_floats(x, x), cubic));
-        floats y = round_number(times_sigmoid(x, z));
+        floats positive = max_floats(x, all_floats(0));
+        floats y = round_number(layer->squares ? multiply_floats(positive, positive) : times_sigmoid(x, z));
         store_number(out + i, up ? multiply_floats(y, load_number(up + i)) : y);
     }
 }
@@ -95,9 +96,11 @@ static void rotate_token(int64_t t, void *given) {
     for (int64_t h = 0; h < keys_too; h++) {
         const struct norm *norm = h < layer->heads ? &layer->queries : &layer->keys;
         number *head = queries + h * size;
-        if (norm->weight && !layer->norms_all_heads) normalize(norm, head, size, head);
+        int is_normed = norm->weight && !layer->norms_all_heads;
+        if (is_normed && !layer->rotates_first) normalize(norm, head, size, head);
         int64_t start = layer->grows_queries ? (2 * t + (h < layer->heads)) * rotated : t * rotated;
         if (rotated) rotate_head(layer, head, of->cosines + start, of->sines + start);
+        if (is_normed && layer->rotates_first) normalize(norm, head, size, head);
     }
     number *values = keys + layer->key_heads * size;
     for (int64_t h = 0; layer->values.weight && h < layer->key_heads; h++)
@@ -244,7 +247,7 @@ void whole_layer(const layer_type *layer, const cache_type *memory, const number
                  const number *cosines, const number *sines, number *out, number *space) {
     number *projected = space + mixing_space(layer, tokens, memory->length);
     number *attended = projected + tokens * layer->qkv.outputs, *rest = attended + tokens * layer->out.inputs;
-    int is_parted = layer->gates_queries || layer->shares_values;
+    int is_gated = layer->gates_queries || layer->gate_size, is_parted = is_gated || layer->shares_values;
     number *heads = is_parted ? rest : projected;
     project(layer, hidden, tokens, projected, rest);
     if (layer->mixer) {
@@ -259,7 +262,7 @@ void whole_layer(const layer_type *layer, const cache_type *memory, const number
         for_each(tokens, tokens > FEW, rotate_token, &pass);
         attend(layer, memory, heads, tokens, attended, space);
         mixing.out = attended;
-        if (layer->gates_queries) for_each(tokens, tokens > FEW, gate_attended, &mixing);
+        if (is_gated) for_each(tokens, tokens > FEW, gate_attended, &mixing);
     }
     residual_mlp(layer, hidden, attended, tokens, out, rest);
     if (layer->input_size) add_inputs(layer, memory, tokens, out, rest);
@@ -326,7 +329,7 @@ static int64_t widest(const layer_type *layer) {
  * functions without one. */
 static int64_t numbers_needed(const layer_type *layer, int64_t tokens, int64_t length) {
     int64_t both = layer->qkv.outputs + layer->out.inputs, rest = 2 * layer->hidden + 3 * layer->inner + layer->input_size;
-    if (layer->gates_queries || layer->shares_values) both += (layer->heads + 2 * layer->key_heads) * layer->size;
+    if (layer->gates_queries || layer->gate_size || layer->shares_values) both += (layer->heads + 2 * layer->key_heads) * layer->size;
     if (layer->before_experts.weight) rest += 2 * layer->hidden;
     int64_t of_latent = latent_bytes(layer, tokens) / (int64_t)sizeof(number);
     return mixing_space(layer, tokens, length) + tokens * (both + rest) + of_latent;

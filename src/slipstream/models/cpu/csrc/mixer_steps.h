@@ -77,8 +77,8 @@ static void mix(const layer_type *layer, const cache_type *memory, const number 
     for_each(tokens, tokens > FEW, gate_outputs, &mixing);
 }
 
-/* Of a layer that gates queries, each of which is followed by its gate, or whose keys are its values, too: copies queries,
- * keys and values to where attention finds them. */
+/* Of a layer with gates, or whose keys are its values, too: copies queries, keys and values to where attention finds them.
+ */
 static void part_heads(int64_t t, void *given) {
     const struct mixing *of = given;
     const layer_type *layer = of->layer;
@@ -93,12 +93,15 @@ static void part_heads(int64_t t, void *given) {
 /* Multiplies attention's output by the sigmoids of the gates. */
 static void gate_attended(int64_t t, void *given) {
     const struct mixing *of = given;
-    int64_t size = of->layer->size, heads = of->layer->heads;
+    const layer_type *layer = of->layer;
+    int64_t size = layer->size, heads = layer->heads, gates = layer->gate_size;
+    const number *x = of->x + t * of->width, *last = x + (heads + 2 * layer->key_heads) * size;
     for (int64_t h = 0; h < heads; h++) {
-        const number *gate = of->x + t * of->width + (2 * h + 1) * size;
-        number *out = of->out + (t * heads + h) * size;
+        const number *gate = gates ? last + h * gates : x + (2 * h + 1) * size;
+        number *out = of->out + (t * heads + h) * size, same[LANES];
+        for (int i = 0; i < LANES; i++) same[i] = *gate;
         for (int64_t i = 0; i < size; i += LANES) {
-            floats factor = round_number(times_sigmoid(all_floats(1), load_number(gate + i)));
+            floats factor = round_number(times_sigmoid(all_floats(1), load_number(gates == 1 ? same : gate + i)));
             store_number(out + i, multiply_floats(load_number(out + i), factor));
         }
     }
