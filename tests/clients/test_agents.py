@@ -261,6 +261,34 @@ def test_claude_code_calls_a_tool_that_it_has_searched_for(tmp_path: Path) -> No
     assert len(prompts) == 4 and all(later.startswith(prompt) for prompt, later in pairwise(prompts))
 
 
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in ("claude", "codex")])
+def test_a_conversation_that_fills_the_window_is_summarized(name: str, tmp_path: Path) -> None:
+    """`slipstream launch` tells these agents the window. The model reads a file again and again."""
+    home, folder, form, summary = tmp_path / "home", tmp_path / "work", FORMS["thoughts"], "Herons were counted."
+    home.mkdir()
+    folder.mkdir()
+    (folder / "notes.txt").write_text(NOTES * 400)
+    prompts: list[str] = []
+
+    def script(prompt: str) -> str:
+        prompts.append(prompt)
+        if summary in prompt:
+            return form.thought + ANSWERS[QUESTION]
+        if re.search("detailed summary|handoff summary", prompt[-6000:]):
+            return f"<summary>{summary}</summary>"
+        if QUESTION not in prompt:
+            return "Herons"
+        tool, arguments = AGENTS[name].read(folder / "notes.txt")
+        return form.thought + form.call.format(json.dumps({"name": tool, "arguments": arguments}))
+
+    window = 64_000
+    decoder = scripted_decoder(tokenizer(form.template), form.opening, script, window)
+    with running_server(lambda: decoder, served_model_name="tiny", max_model_len=window) as server:
+        printed = run_agent(AGENTS[name].words(server.url, home, QUESTION), home, folder)
+    assert ANSWERS[QUESTION] in printed
+    assert len(prompts) > 3 and len(prompts[-1]) < len(prompts[-2])
+
+
 LIBRARIES = {
     "openai-agents responses": "agent_sdks",
     "openai-agents stream": "agent_sdks",
