@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,66 @@ def test_agents_do_their_tasks(agent: Agent, form: Form, task: str, tmp_path: Pa
     with playing(Playbook(form, agent, folder)) as server:
         printed = run_agent(agent.words(server.url, home, task), home, folder)
     assert ANSWERS[task] in printed
+
+
+@needs("claude")
+def test_claude_code_calls_a_tool_that_it_has_searched_for(tmp_path: Path) -> None:
+    """The search's result describes the tool, and the beginning of the prompt stays."""
+    home, folder, form = tmp_path / "home", tmp_path / "work", FORMS["thoughts"]
+    home.mkdir()
+    folder.mkdir()
+    notebook = folder / "notes.ipynb"
+    cell = {"cell_type": "code", "id": "a", "source": NOTES, "metadata": {}, "outputs": [], "execution_count": None}
+    notebook.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    prompts: list[str] = []
+
+    def script(prompt: str) -> str:
+        if CHANGE not in prompt:
+            return "Herons"
+        edit = {"notebook_path": str(notebook), "cell_id": "a", "new_source": "green"}
+        calls = [
+            ("ToolSearch", {"query": "select:NotebookEdit"}),
+            AGENTS["claude"].read(notebook),
+            (found(r'<function>{"name": "(\w+)"', prompt), edit),
+        ]
+        written = [form.call.format(json.dumps({"name": name, "arguments": value})) for name, value in calls]
+        prompts.append(prompt)
+        return form.thought + [*written, ANSWERS[CHANGE]][len(prompts) - 1]
+
+    decoder = scripted_decoder(tokenizer(form.template), form.opening, script, form.window)
+    with running_server(lambda: decoder, served_model_name="tiny", max_model_len=form.window) as server:
+        words = launched("claude", "-p", "TASK", "--allowedTools", "ToolSearch,Read,NotebookEdit")
+        printed = run_agent(words(server.url, home, CHANGE), home, folder)
+    assert ANSWERS[CHANGE] in printed and json.loads(notebook.read_text())["cells"][0]["source"] == "green"
+    assert len(prompts) == 4 and all(later.startswith(prompt) for prompt, later in pairwise(prompts))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in ("claude", "codex")])
+def test_a_conversation_that_fills_the_window_is_summarized(name: str, tmp_path: Path) -> None:
+    """`slipstream launch` tells these agents the window. The model reads a file again and again."""
+    home, folder, form, summary = tmp_path / "home", tmp_path / "work", FORMS["thoughts"], "Herons were counted."
+    home.mkdir()
+    folder.mkdir()
+    (folder / "notes.txt").write_text(NOTES * 400)
+    prompts: list[str] = []
+
+    def script(prompt: str) -> str:
+        prompts.append(prompt)
+        if summary in prompt:
+            return form.thought + ANSWERS[QUESTION]
+        if re.search("detailed summary|handoff summary", prompt[-6000:]):
+            return f"<summary>{summary}</summary>"
+        if QUESTION not in prompt:
+            return "Herons"
+        tool, arguments = AGENTS[name].read(folder / "notes.txt")
+        return form.thought + form.call.format(json.dumps({"name": tool, "arguments": arguments}))
+
+    window = 64_000
+    decoder = scripted_decoder(tokenizer(form.template), form.opening, script, window)
+    with running_server(lambda: decoder, served_model_name="tiny", max_model_len=window) as server:
+        printed = run_agent(AGENTS[name].words(server.url, home, QUESTION), home, folder)
+    assert ANSWERS[QUESTION] in printed
+    assert len(prompts) > 3 and len(prompts[-1]) < len(prompts[-2])
 
 
 LIBRARIES = {

@@ -66,12 +66,12 @@ REAL = {
 }
 
 
-def decoder_without_tools() -> SpeculativeDecoder:
+def decoder_without_tools(**settings: Any) -> SpeculativeDecoder:
     """A tiny model whose template reads no tools."""
     tokenizer = tiny_models.byte_tokenizer(TEMPLATES["no tools"])
     model = tiny_models.fresh("llama", vocab_size=len(tokenizer), max_position_embeddings=4096, eos_token_id=1)
-    settings: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 4, "acceptance": "match"}
-    return SpeculativeDecoder(model, tokenizer=tokenizer, **settings)
+    drafting: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 4, "acceptance": "match"}
+    return SpeculativeDecoder(model, tokenizer=tokenizer, **drafting | settings)
 
 
 _LAST_QUESTION = (  # the number of the last message of the user: thoughts are shown after it only

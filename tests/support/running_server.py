@@ -168,13 +168,15 @@ def _source(
 
 
 class Gate:
-    """The toy behind a gate: forwards wait until it is open. reached: set once a forward waits."""
+    """A model behind a gate: forwards wait until it is open. reached: set once a forward waits."""
 
     def __init__(self) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
 
     def load(self, **settings: Any) -> SpeculativeDecoder:
-        decoder = toy(**settings)
+        return self.before(toy(**settings))
+
+    def before(self, decoder: SpeculativeDecoder) -> SpeculativeDecoder:
         backend: Any = decoder.target.backend
         forward = backend.forward
 

@@ -43,7 +43,6 @@ class Scheduler:
     ) -> None:
         self.engine, self.max_batch_size, self.prompt_budget = engine, max_batch_size, prompt_budget
         self.num_slots, self._lock, self._turn = num_slots, lock, turn
-        self._expects_rows = num_slots > max_batch_size  # at any time
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._reading: list[Row] = []
@@ -52,6 +51,11 @@ class Scheduler:
         self._reserved: list[Row] = []
         self._room = prompt_budget  # prompt tokens that the current step may still read
         self._batch: Batch | None = None
+
+    @property
+    def _expects_rows(self) -> bool:
+        """True if rows may come at any time."""
+        return self.num_slots > self.max_batch_size
 
     def add(self, row: Row) -> None:
         """Queue a row; it is decoded as soon as there is a place."""

@@ -62,7 +62,7 @@ def test_settings_are_printed_without_running_the_client(capsys: Any, monkeypatc
     with running_server(served_model_name="tiny") as server:
         code, printed, errors = run(capsys, monkeypatch, "launch", "claude", "--print", "--url", server.url)
         assert code == 0 and f"ANTHROPIC_BASE_URL={server.url}" in printed.splitlines()
-        assert "the first request of claude has about 19000 tokens, and tiny takes 4096" in errors
+        assert "the first request of claude has about 13000 tokens, and tiny takes 4096" in errors
 
 
 def test_a_model_of_a_server_of_several_is_loaded_and_used(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.apps.server.answers import PartReader
 from slipstream.apps.server.messages_api import CountedFields, conversation
+from slipstream.apps.server.request_reading import rendered_chat
 from slipstream.tokenization.answer_parser import AnswerPiece
 from slipstream.tokenization.tokenizer import ToolCall
 from tests.support.chat_templates import decoder_without_tools
@@ -157,6 +158,32 @@ def test_results_come_before_the_text_next_to_them() -> None:
     only_results = CountedFields.model_validate({"messages": [{"role": "user", "content": blocks[1:]}]})
     assert [message.role for message in conversation(only_results, 4096).messages] == ["tool", "tool"]
     assert list(fields.ignored) == ["messages.0.content.1.redacted_thinking"]
+
+
+def test_deferred_tools_are_described_where_a_result_refers_to_them(server: RunningServer) -> None:
+    """The beginning of the prompt stays the same, and the model's calls of such a tool are read."""
+    later = TOOLS[0] | {"name": "weigh", "defer_loading": True}
+    hidden = later | {"name": "placeholder"}
+    asked = {"role": "user", "content": "how heavy is the cat?"}
+    search = {"type": "tool_use", "id": "a", "name": "search", "input": {"query": "weigh"}}
+    reference = {"type": "tool_reference", "tool_name": "weigh"}
+    found = {"type": "tool_result", "tool_use_id": "a", "content": [reference]}
+    turns = [asked, {"role": "assistant", "content": [search]}, {"role": "user", "content": [found]}]
+    first = shown(server, {"messages": [asked], "tools": [*TOOLS, hidden]})
+    second = shown(server, {"messages": turns, "tools": [*TOOLS, hidden, later]})
+    assert "weigh" not in first and "placeholder" not in second
+    assert second.startswith(first)
+    described = json.dumps({"name": "weigh", "description": "what it does", "parameters": ARGUMENTS})
+    assert f"<functions>\n<function>{described}</function>\n</functions>" in second
+    own_search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}  # which finds nothing
+    assert "weigh" in shown(server, {"messages": [asked], "tools": [own_search, *TOOLS, later]})
+
+
+def shown(server: RunningServer, body: dict[str, Any]) -> str:
+    """The prompt of a request."""
+    chat = conversation(CountedFields.model_validate(body), 4096)
+    tokenizer = server.service.facts.tokenizer
+    return str(tokenizer.decode(rendered_chat(chat, tokenizer, server.service.loaded.rows.reading).ids))
 
 
 def thought(text: str) -> dict[str, Any]:

@@ -28,7 +28,8 @@ CLIENTS: dict[str, Any] = json.loads(
 )
 REQUESTS = [(client, request) for client, requests in CLIENTS.items() for request in requests]
 # clients whose last request continues the one before it
-TURNS = ["claude-code 2.1.197", "codex 0.171.0", "opencode 1.18.33", "cline 3.0.65", "continue cli 1.5.47"]
+TURNS = ["claude-code 2.1.197", "claude-code 2.1.332", "codex 0.171.0", "opencode 1.18.33", "cline 3.0.65"]
+TURNS += ["continue cli 1.5.47"]
 
 
 def chat_of(request: Any) -> ChatFields:

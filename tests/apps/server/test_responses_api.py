@@ -9,12 +9,14 @@ from typing import Any
 import openai
 import pytest
 
+from slipstream.apps.server import answers
 from slipstream.apps.server.answers import AnswerMessage, PartReader
 from slipstream.apps.server.responses_api import MAX_RESPONSES, ResponsesFields, ResponseStore, conversation
 from tests.apps.server.test_messages_api import with_parts
 from tests.support.chat_templates import decoder_without_tools
 from tests.support.markers import subcases
-from tests.support.running_server import ARGUMENTS, RunningServer, running_server
+from tests.support.processes import PATIENCE
+from tests.support.running_server import ARGUMENTS, Gate, RunningServer, in_thread, running_server
 
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "m", "input": "the cat sat on the mat", "max_output_tokens": 20, "temperature": 0}
@@ -58,6 +60,22 @@ def test_a_stream_is_the_whole_answer(server: RunningServer) -> None:
     assert last["usage"]["output_tokens"] == 5 and last["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
     assert whole["usage"]["total_tokens"] == last["usage"]["total_tokens"]
     assert last["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_a_request_that_waits_sends_events_as_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "SILENCE_SECONDS", 0.02)
+    gate, decoder = Gate(), decoder_without_tools(max_batch_size=1)
+    with running_server(lambda: decoder) as server:
+        gate.before(decoder)
+        with in_thread(lambda: server.http.post(PATH, json=BODY)):
+            assert gate.reached.wait(PATIENCE)
+            with server.http.stream("POST", PATH, json=BODY | {"stream": True}) as answer:
+                items = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+                types = [next(items)["type"] for _ in range(4)]
+                gate.opened.set()
+                types += [item["type"] for item in items]
+    assert types[:4] == ["response.created", *3 * ["response.in_progress"]]
+    assert types.count("response.created") == 1 and types[-1] == "response.incomplete"
 
 
 @pytest.mark.slow

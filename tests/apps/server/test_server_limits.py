@@ -15,7 +15,9 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from torch import Tensor
 
+from slipstream import SpeculativeDecoder
 from slipstream.apps.server import connections, launch
 from slipstream.apps.server.engine_thread import FairQueue
 from slipstream.apps.server.error_objects import ApiError
@@ -29,6 +31,7 @@ from slipstream.sampling.params import SamplingParams
 from tests.support.markers import mostly_exhaustive
 from tests.support.running_server import PATIENCE, Gate, RunningServer, in_thread, running_server, toy_with
 
+LONG_PROMPT: dict[str, Any] = {"prompt": [7] * 4000, "max_tokens": 1}
 LONG = {"prompt": "A heron", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
 
@@ -264,6 +267,44 @@ def test_a_client_that_disconnects_while_served_frees_its_place(gate: Gate) -> N
         assert live.jobs[0].row.num_output_tokens < LONG["max_tokens"]
         assert server.complete(temperature=0, max_tokens=3).status_code == 200
         assert live.jobs[0].row.finish_reason == "cancelled"
+
+
+def forwards_of(decoder: SpeculativeDecoder) -> list[list[int]]:
+    """A list that gets the tokens of each forward of the target."""
+    backend: Any = decoder.target.backend
+    forward, forwards = backend.forward, list[list[int]]()
+
+    def recorded(tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        forwards.append(tokens.flatten().tolist())
+        return forward(tokens, starts, first_slot=first_slot, logits=logits)
+
+    backend.forward = recorded
+    return forwards
+
+
+def test_a_prompt_whose_client_has_left_is_read_no_further(gate: Gate) -> None:
+    decoder = gate.load()
+    forwards = forwards_of(decoder)
+    with running_server(lambda: decoder) as server:
+        with opened(server.http, LONG_PROMPT):
+            assert gate.reached.wait(PATIENCE)
+        server.wait_until(lambda: not server.service.live)
+        gate.opened.set()
+        assert server.complete(max_tokens=1).status_code == 200
+    assert 0 < sum(tokens.count(7) for tokens in forwards) < len(LONG_PROMPT["prompt"]) // 2
+
+
+def test_a_short_request_passes_a_long_prompt_that_is_read_alone(gate: Gate) -> None:
+    decoder = gate.load()
+    forwards = forwards_of(decoder)
+    with running_server(lambda: decoder) as server, in_thread(lambda: server.complete(**LONG_PROMPT)) as long:
+        assert gate.reached.wait(PATIENCE)
+        with in_thread(lambda: server.complete([8, 9], max_tokens=1)) as short:
+            server.wait_until(lambda: len(server.service.live) == 2)
+            gate.opened.set()
+    assert long[0].status_code == short[0].status_code == 200
+    first = next(index for index, tokens in enumerate(forwards) if 8 in tokens)
+    assert sum(tokens.count(7) for tokens in forwards[:first]) < len(LONG_PROMPT["prompt"]) // 2
 
 
 def test_a_shutdown_finishes_running_requests_and_refuses_new_ones(gate: Gate) -> None:

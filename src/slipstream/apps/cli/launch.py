@@ -117,7 +117,7 @@ def opencode_settings(served: Served) -> Settings:
 
 
 CLIENTS = {
-    "claude": Client("@anthropic-ai/claude-code", 19_000, claude_settings),
+    "claude": Client("@anthropic-ai/claude-code", 13_000, claude_settings),
     "codex": Client("@openai/codex", 9_000, codex_settings),
     "opencode": Client("opencode-ai", 7_000, opencode_settings),
 }

@@ -13,7 +13,7 @@ from slipstream.apps.server.answer_state import usage
 from slipstream.apps.server.answers import MessageWriter, encoded
 from slipstream.apps.server.error_objects import MESSAGES, NO_THREADS, ApiError, refused, sent, validated
 from slipstream.apps.server.openai_routes import answer, models_of, served_window, until_gone
-from slipstream.apps.server.request_reading import rendered_chat
+from slipstream.apps.server.request_reading import check_json, rendered_chat
 from slipstream.apps.server.schemas import (
     FAIL_FAST,
     MAX_TOKENS,
@@ -52,12 +52,13 @@ class Message(Fields):
 class Tool(Fields):
     """A tool that the model may call."""
 
-    SILENT = frozenset({"cache_control", "defer_loading", "eager_input_streaming", "strict", "input_examples"})
+    SILENT = frozenset({"cache_control", "eager_input_streaming", "strict", "input_examples"})
 
     name: str
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    defer_loading: StrictBool | None = None
 
 
 class Choice(Fields):
@@ -167,7 +168,8 @@ def _tools(tools: list[Tool]) -> list[dict[str, Any]]:
             function["description"] = tool.description
         empty = {"type": "object", "properties": {}}
         function["parameters"] = empty | (tool.input_schema or {})
-        functions.append({"type": "function", "function": function})
+        deferred = {"defer_loading": True} if tool.defer_loading else {}
+        functions.append({"type": "function", "function": function, **deferred})
     return functions
 
 
@@ -235,7 +237,7 @@ def _messages(place: str, message: Message, fields: CountedFields, *, has_though
         elif kind == "tool_result":
             content = block.get("content") or ""
             if isinstance(content, list):
-                content = [_part(part) for part in content if isinstance(part, dict) and part.get("type") in TEXTUAL]
+                content = _result([part for part in content if isinstance(part, dict)], fields.tools or [])
             call_id = str(block.get("tool_use_id") or "")
             results.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif kind == "tool_use":
@@ -253,6 +255,17 @@ def _messages(place: str, message: Message, fields: CountedFields, *, has_though
         thought = {"reasoning_content": "\n\n".join(thoughts)} if any(thoughts) else {}
         return [{"role": role, "content": parts or "", "tool_calls": calls, **thought}]
     return results + ([{"role": role, "content": parts}] if parts else [])
+
+
+def _result(blocks: list[dict[str, Any]], tools: list[Tool]) -> list[dict[str, Any]]:
+    """The parts of a tool's result. It describes the tools that it refers to, as the client's prompt has promised."""
+    parts = [_part(block) for block in blocks if block.get("type") in TEXTUAL]
+    if names := [block.get("tool_name") for block in blocks if block.get("type") == "tool_reference"]:
+        functions = [tool["function"] for tool in _tools([t for t in tools if t.name in names]) if "function" in tool]
+        check_json("tools", functions)
+        lines = [f"<function>{json.dumps(function, ensure_ascii=False)}</function>" for function in functions]
+        parts.append({"type": "text", "text": "\n".join(["<functions>", *lines, "</functions>"])})
+    return parts
 
 
 def _part(block: dict[str, Any]) -> dict[str, Any]:

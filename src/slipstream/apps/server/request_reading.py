@@ -275,7 +275,7 @@ def rendered_messages(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer 
     """A conversation, with its messages in the form that a chat template reads."""
     read = _message_fields(tokenizer)
     turns = [_turn(number, message, read, fields, reading) for number, message in enumerate(fields.messages or ())]
-    tools = [] if fields.tool_choice == "none" else checked_tools(fields, strict=reading.strict)
+    tools = [] if fields.tool_choice == "none" else _listed_tools(fields, reading)
     _check_shown(fields, _needed(tokenizer), read, reading)
     check_json("chat_template_kwargs", fields.chat_template_kwargs)
     template = reading.template
@@ -301,6 +301,17 @@ def rendered_messages(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer 
         return Rendered(_needed(tokenizer).chat(messages, form), messages=messages)
     ids, images = reading.vision.read(messages, form, _needed(tokenizer))
     return Rendered(ids, messages=messages, images=images)
+
+
+def _listed_tools(fields: ConversationFields, reading: Reading) -> list[dict[str, Any]]:
+    """The tools that the prompt lists: without deferred ones, which a result describes once the model has found them.
+
+    The server searches for no tools, so it lists all of them if the request leaves the search to it.
+    """
+    searches = any(str(tool.get("type")).startswith("tool_search") for tool in fields.tools or ())
+    tools = checked_tools(fields, strict=reading.strict)
+    listed = [tool for tool in tools if searches or not tool.get("defer_loading")]
+    return [{name: value for name, value in tool.items() if name != "defer_loading"} for tool in listed]
 
 
 def _thinking(

@@ -283,9 +283,11 @@ class ResponsesWriter(MessageWriter):
         return b"event: %b\ndata: %b\n\n" % (item["type"].encode(), encoded(numbered))
 
     def keep_alive(self) -> bytes:
-        if not self.has_begun:
-            return super().keep_alive()
-        return self.sent({"type": "response.in_progress", "response": self._response("in_progress")})
+        """An event, since Codex ends a stream of comments alone after five minutes."""
+        if self.has_begun:
+            return self.sent({"type": "response.in_progress", "response": self._response("in_progress")})
+        self.has_begun = True
+        return b"".join(map(self.sent, self.begin()))
 
     def failure(self, error: ApiError) -> bytes:
         code = error.code or FAILURES.get(error.status, "server_error" if error.status >= 500 else "invalid_prompt")
