@@ -42,7 +42,8 @@ def shortly_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("head")
-    train(folder)
+    with small(training_job.draw):
+        job(folder).run(decoder())
     return folder
 
 
@@ -268,7 +269,7 @@ def test_a_resumed_training_on_prompts_keeps_its_texts(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["state", "head"])
+@pytest.mark.parametrize("place", mostly_exhaustive(["state", "head"], "state"))
 def test_a_full_disk_keeps_the_last_state_and_the_training_can_continue(
     shortly_trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

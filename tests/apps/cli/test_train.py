@@ -24,7 +24,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def train(capsys, monkeypatch, target: str, out: Path, *arguments: str) -> tuple[int, str, str]:
-    options = ("--target", target, "--out", str(out), "--tokens", "2k", "--steps", "16")
+    options = ("--target", target, "--out", str(out), "--tokens", "1k", "--steps", "16")
     with small():
         return command_line.run(capsys, monkeypatch, "train", *options, *arguments)
 
@@ -81,14 +81,14 @@ def test_ctrl_c_while_texts_are_made_keeps_the_finished_ones(
     tokens = sum(len(text.ids) for text in kept)
     kept_in = f"{out / 'texts.jsonl'} holds {tokens} tokens of texts"
     assert last == f"error: interrupted; {kept_in}; the same command continues"
-    assert re.fullmatch(r"answering prompts: (\d+) of 2000 tokens, at most [\d:]+ left", before_last)
-    assert "inventing prompts: 0 of 2000 tokens, at most 3:00:00 left" in err.splitlines()
-    assert any(re.fullmatch(r"inventing prompts: [1-9]\d* of 2000 tokens, .* left", line) for line in err.splitlines())
+    assert re.fullmatch(r"answering prompts: (\d+) of 1000 tokens, at most [\d:]+ left", before_last)
+    assert "inventing prompts: 0 of 1000 tokens, at most 3:00:00 left" in err.splitlines()
+    assert any(re.fullmatch(r"inventing prompts: [1-9]\d* of 1000 tokens, .* left", line) for line in err.splitlines())
     monkeypatch.setattr(texts, "append", append)
     code, _, err = train(capsys, monkeypatch, target, out)
-    assert code == 0 and f"inventing prompts: {tokens} of 2000 tokens, " in err
+    assert code == 0 and f"inventing prompts: {tokens} of 1000 tokens, " in err
     again = read_texts(out)
-    assert again[:3] == kept and sum(len(text.ids) for text in again) >= 2000
+    assert again[:3] == kept and sum(len(text.ids) for text in again) >= 1000
     train(capsys, monkeypatch, target, tmp_path / "whole")
     assert [text.ids for text in read_texts(tmp_path / "whole")] == [text.ids for text in again]
 
