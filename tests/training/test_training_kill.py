@@ -18,7 +18,7 @@ from slipstream.training.texts import read_texts
 from slipstream.training.training_run import STATE, State
 from slipstream.wiring import model_pair
 from tests.support.processes import PATIENCE, started
-from tests.support.training_cases import decoder, train
+from tests.support.training_cases import train
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,8 @@ STEPS, TOKENS = 10, 500
 STEPS_BEFORE_KILL = 3  # a process stops here even if the kill comes late: three such runs do not complete the training
 SERVER = """
 import os, sys
-from tests.training.test_training_kill import STEPS_BEFORE_KILL, decoder, go_on
+from tests.training.test_training_kill import STEPS_BEFORE_KILL, go_on
+from tests.support.training_cases import decoder
 decoder()  # imports what every child needs
 for folder in sys.stdin:
     child = os.fork()
