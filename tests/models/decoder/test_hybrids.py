@@ -47,7 +47,6 @@ pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler an
 each_hybrid = pytest.mark.parametrize("name", HYBRIDS)
 each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
 # convolutions, both kinds of recurrent layers and latents; tests/models/cpu/blocks compares the kernels themselves
-OF_EACH_KERNEL = (("lfm2", "none"), ("qwen3_5_moe_text", "int4"), ("granitemoehybrid", "int4"), ("deepseek_v3", "int4"))
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +204,8 @@ def test_rows_of_batches_of_1_to_8_have_the_bits_of_each_alone(name: str, roundi
             starts = [start + width for start in starts]
 
 
-@pytest.mark.parametrize(("name", "rounding"), mostly_exhaustive(product(HYBRIDS, ROUNDINGS), *OF_EACH_KERNEL))
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "rounding"), product(HYBRIDS, ROUNDINGS))
 def test_all_instructions_give_the_same_bits(
     name: str, rounding: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

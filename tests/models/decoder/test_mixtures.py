@@ -141,8 +141,7 @@ def test_bits_depend_neither_on_width_nor_on_rows_nor_on_threads(
         assert count_different(backend, whole, (1, 2, 3, 5, 8, 9, 16, 17, 33, 64), (1, 3, 8)) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.each_value
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("isa", HERE[1:])
 @pytest.mark.parametrize("name", mostly_exhaustive(FILES, "qwen3moe", "gpt-oss", "deepseek2"))
 def test_all_instructions_give_the_same_bits(

@@ -186,7 +186,7 @@ def test_tiny_and_large_activations_are_scaled_correctly(activations: str) -> No
     assert not linear(TOKENS * 1e-38).isnan().any() and not linear(torch.zeros(2, 512)).any()
 
 
-@pytest.mark.slow  # compiles kernels for all instruction sets
+@pytest.mark.exhaustive  # compiles kernels for all instruction sets
 @pytest.mark.parametrize("activations", ["int8", "int15"])
 def test_all_instruction_sets_give_the_same_bits(activations: str) -> None:
     expected = mixed("plain", activations)(TOKENS[:13])
