@@ -221,6 +221,7 @@ def _toy(drafter: str) -> SpeculativeDecoder:
     return toy(drafter, max_batch_size=2)
 
 
+@pytest.mark.exhaustive
 def test_a_rule_that_accepts_every_prediction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a rule that accepts every predicted token changes the text."""
     from slipstream.core import acceptance, session

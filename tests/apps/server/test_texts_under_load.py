@@ -62,7 +62,7 @@ def test_texts_of_a_transformer_do_not_depend_on_what_runs_beside_them() -> None
     assert len(storm.texts) > 12 and wrong_texts(storm, load()) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sampler_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, honest = count(), Race.bits
     monkeypatch.setattr(Race, "bits", lambda self, keys: honest(self, keys + np.uint64(next(calls))))

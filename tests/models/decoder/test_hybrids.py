@@ -137,6 +137,7 @@ def kept_a_token_late(segment: Segment) -> Segment:
     return replace(segment, keep=min(segment.keep + 1, segment.start + segment.count))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("change", [not_restored, kept_a_token_late])
 @pytest.mark.parametrize("name", HYBRIDS[1:3])  # a convolution has no state but its latest inputs
 def test_a_wrong_state_is_noticed(

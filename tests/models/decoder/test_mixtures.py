@@ -154,7 +154,7 @@ def test_all_instructions_give_the_same_bits(
     assert count_different(backend, whole, (1, 8, 9), (1, 3)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_experts_that_are_added_in_another_order_give_other_bits(tmp_path: Path) -> None:
     """The negative control: the same experts under other numbers."""
     model, order, computed = mixture("qwen3_moe", hidden_size=128, head_dim=32), torch.arange(8).flip(0), []

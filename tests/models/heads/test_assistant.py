@@ -180,6 +180,7 @@ def test_every_step_is_that_of_transformers(kind: str) -> None:
         assert all(steps_that_agree(kind, text))
 
 
+@pytest.mark.exhaustive
 @over_kinds
 @pytest.mark.parametrize(("wrong", "right_steps"), [({"shift": 1}, 0), ({"moving": 1}, 1), ({"kept": 1}, 0)], ids=str)
 def test_a_wrong_transcription_is_noticed(kind: str, wrong: dict[str, int], right_steps: int) -> None:

@@ -46,6 +46,7 @@ def test_every_step_is_that_of_the_transcription(tmp_path: Path, layout: str) ->
         assert all(torch.equal(x.isfinite(), is_scored) for x in steps)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrong", [{"shift": 1}, {"causal": True}, {"slot": 0}], ids=str)
 def test_a_wrong_transcription_is_noticed(tmp_path: Path, wrong: dict[str, Any]) -> None:
     head = write_dflash(tmp_path, target())

@@ -76,6 +76,7 @@ def test_every_draft_is_that_of_the_transcription(tmp_path: Path, layout: str, f
         assert draft == transcribed(head, target(), text, len(draft))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "wrong",
     [

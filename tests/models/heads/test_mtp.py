@@ -95,6 +95,7 @@ def test_every_draft_is_that_of_the_transcription(kind: str, count: int) -> None
         assert drafted.draft == drafted.logits.argmax(-1).tolist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.each_value
 @over_layouts
 @pytest.mark.parametrize("wrong", [{"shift": 1}, {"swapped": True}], ids=["shift", "order"])

@@ -96,7 +96,7 @@ def changed(folder: Path, name: str, changes: Mapping[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -126,6 +126,7 @@ def test_other_settings_are_noticed(tmp_path: Path, name: str, changes: dict[str
     assert not all(agreeing(changed(tmp_path / name, name, changes), shorter))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", mostly_slow(HEADS, "eagle3", "dflash"))
 def test_a_text_shifted_by_one_is_noticed(name: str) -> None:
     steps = Steps.of(name)
@@ -133,6 +134,7 @@ def test_a_text_shifted_by_one_is_noticed(name: str) -> None:
     assert not any(agreeing(RECORDED / name, shifted))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CHAINED)
 def test_each_step_depends_on_the_token_drafted_before(name: str) -> None:
     steps = Steps.of(name)

@@ -76,6 +76,7 @@ def of_another_row(original: StateAt) -> StateAt:
     return at
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrong", mostly_slow([not_restored, lacks_a_token, of_another_row], lacks_a_token))
 def test_a_wrong_state_is_noticed(wrong: Callable[[StateAt], StateAt], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = TEXTS.expected("olmo_hybrid")

@@ -24,7 +24,7 @@ from tests.support.tiny_models import byte_tokenizer
 from tests.support.vision_models import MARKS, asked, picture, png, reference_inputs, vision_folder
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
-COUNT = 12
+COUNT = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 FIRST, SECOND = picture(1), picture(2, 61, 33)
 # of one image, of two, without, with another image among the same tokens, and with one at the very end
@@ -98,6 +98,7 @@ def test_prompts_and_texts_are_those_of_transformers(kind: str, folders: Any, de
         assert [entry.logprob for entry in result.logprobs] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.pairwise
 @over_families
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
