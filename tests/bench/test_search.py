@@ -82,6 +82,7 @@ def test_the_choice_is_within_three_percent_of_the_best(seed: int) -> None:
     assert advice.best is not None and speed_ups[advice.best.name] >= 0.97 * max(speed_ups.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("speed_up", "noise", "lost"),
     [(0.7, 0.01, "no gain beyond the noise"), (1.01, 0.0, "gains less than 2%"), (1.03, 0.5, "no gain beyond")],

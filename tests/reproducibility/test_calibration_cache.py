@@ -181,6 +181,7 @@ def test_auto_logs_where_no_shapes_agree_and_is_not_reproducible(
     assert len(decoder.generate([1, 2, 3], SamplingParams(max_tokens=3)).token_ids) == 3
 
 
+@pytest.mark.slow
 def test_a_calibration_of_weights_with_nan_is_not_used_for_sound_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

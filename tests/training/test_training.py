@@ -215,6 +215,7 @@ def test_a_folder_belongs_to_one_training(trained: Path, tmp_path: Path) -> None
     assert (trained / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_targets_without_hidden_states_or_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the hidden states of target 'toy' cannot be read"):
         job(tmp_path / "a").run(SpeculativeDecoder("toy"))
@@ -366,6 +367,7 @@ def test_the_time_limit_holds_however_slow_the_machine_is(
     assert all(later <= earlier + step for earlier, later in pairwise(seconds_left))
 
 
+@pytest.mark.slow
 def test_unfinished_texts_are_kept_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small():
         whole = {number: ids for number, ids, *_ in TextMaker(decoder(), (), seed=0).make(0, 8)}
@@ -392,6 +394,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         train(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_finished_training_rewrites_its_head_and_notices_missing_texts(shortly_trained: Path, tmp_path: Path) -> None:
     folder = copytree(shortly_trained, tmp_path / "head")
     head, made = folder / "model.safetensors", folder / "texts.jsonl"

@@ -228,6 +228,7 @@ def test_help_shows_the_usual_options_and_help_all_shows_every_one(capsys, monke
     assert fields_as_flags <= every_option
 
 
+@pytest.mark.slow
 def test_models_check_says_whether_a_pair_is_usable(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "--json", str(file))

@@ -53,6 +53,7 @@ Streams = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
 
+@pytest.mark.slow
 def test_benchmarks_take_own_drafters_and_rules_as_arms(capsys: Streams, monkeypatch: Patch) -> None:
     arms = "none,mine:Echo@3,ngram@3/mine:right~0.8,ngram@mine:Halves"
     options = ("--target", "toy", "--limit", "1", "--repeats", "1", "--json", "bench.json")

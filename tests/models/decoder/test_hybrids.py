@@ -122,6 +122,7 @@ def test_forwards_of_1_to_64_tokens_give_the_same_bits_on_any_number_of_threads(
             assert torch.equal(read(backend, width), expected), (threads, width)
 
 
+@pytest.mark.slow
 @each_rounding
 @each_hybrid
 def test_rejected_drafts_leave_no_trace(name: str, rounding: str, folder: Path) -> None:
@@ -249,6 +250,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_gguf_file_is_computed_in_its_blocks_in_one_call(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
@@ -281,6 +283,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS, "ngram"))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -89,6 +89,7 @@ def logits(backend: HFBackend, count: int = 96) -> Tensor:
     return backend.forward(IDS[:, :count], [0], first_slot=0, logits=True)[0].float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_computes_what_transformers_does_with_its_numbers(name: str, file_of: Callable[[str], Path]) -> None:
     header = read_header(file_of(name))

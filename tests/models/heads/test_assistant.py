@@ -315,6 +315,7 @@ def test_trees_of_an_assistants_drafts_change_no_text() -> None:
     assert any(round.parents for result in results for round in result.rounds)
 
 
+@pytest.mark.slow
 def test_an_assistant_reads_the_keys_and_values_that_a_target_keeps_in_float16() -> None:
     decoder = decoder_of(written("large"), reproducible=False)
     decoder.target.backend.cache.store_as(torch.float16)
@@ -324,6 +325,7 @@ def test_an_assistant_reads_the_keys_and_values_that_a_target_keeps_in_float16()
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
 
 
+@pytest.mark.slow
 def test_targets_whose_last_layers_share_keys_run_on_the_slot_cache() -> None:
     decoder = decoder_of(written("small"))
     assert isinstance(decoder.target.backend, HFBackend)

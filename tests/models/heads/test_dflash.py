@@ -70,6 +70,7 @@ def drafts_agree(decoder: SpeculativeDecoder, head: DFlash) -> bool:
     return all(drafts)
 
 
+@pytest.mark.slow
 def test_drafts_of_a_batch_are_those_of_the_transcription_in_one_forward_per_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def test_a_wrong_transcription_is_noticed(tmp_path: Path, wrong: dict[str, Any])
     assert not any(same_logits(steps, expected))
 
 
+@pytest.mark.slow
 def test_drafts_after_accepted_tokens_are_those_of_the_transcription(tmp_path: Path) -> None:
     """The head's cached rows are computed again from the target's hidden states."""
     head = write_eagle1(tmp_path, target())

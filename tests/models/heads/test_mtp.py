@@ -329,6 +329,7 @@ def test_targets_and_settings_that_mtp_layers_cannot_serve_are_refused() -> None
         SpeculativeDecoder(folder, "mtp", draft_dtype="float16")
 
 
+@pytest.mark.slow
 def test_the_user_chooses_the_bits_of_mtp_layers() -> None:
     for draft_dtype, expected in (("int8", True), ("auto", False)):
         decoder = SpeculativeDecoder(str(written("glm4_moe").folder), "mtp", drafter="model", draft_dtype=draft_dtype)

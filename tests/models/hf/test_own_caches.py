@@ -38,6 +38,7 @@ def decoder_of(model_type: str) -> SpeculativeDecoder:
 TEXTS = QueuedTexts(decoder_of)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
 @pytest.mark.parametrize("model_type", [*mostly_slow(HYBRIDS[:4], "olmo_hybrid"), *mostly_exhaustive(HYBRIDS[4:])])
