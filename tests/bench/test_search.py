@@ -194,7 +194,7 @@ def test_a_small_budget_gives_advice_that_is_called_unconfirmed_and_names_one_th
     assert all(0 < result.units <= counts[result.name] for result in results)
     assert advice.needed_seconds is not None and advice.needed_seconds > 60
     assert advice.sentence.endswith(f"not confirmed: use --budget {advice.needed_seconds} or more to be sure")
-    confirmed = tuned(tmp_path / "more", 1000, tick=1.0)[0].advice[0]
+    confirmed = tuned(tmp_path / "more", 400, tick=1.0)[0].advice[0]
     assert confirmed.needed_seconds is None and "not confirmed" not in confirmed.sentence
 
 
