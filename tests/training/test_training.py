@@ -312,7 +312,7 @@ def test_too_little_time_for_a_step_is_refused_and_more_time_continues(
     assert train(tmp_path, hours=100, num_steps=4, num_tokens=1000)["steps"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_time_continues_a_training_with_more_texts_and_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
