@@ -149,8 +149,7 @@ def test_sighup_lets_running_requests_finish_and_ends_the_server_if_its_terminal
 
     def prepare() -> None:
         fcntl.ioctl(2, termios.TIOCSCTTY, 0)
-        if how == "nohup":
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
 
     terminal, its_side = os.openpty()
     command = ("-m", "slipstream", "serve", "--target", "toy", "--port", "0")
