@@ -110,6 +110,7 @@ def test_predictions_keep_the_text_of_plain_decoding_with_every_drafter(
         assert (result.stats.accepted_prediction_tokens or 0) > 15 or prediction == WRONG or count == "auto"
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "settings",

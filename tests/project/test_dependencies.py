@@ -48,6 +48,7 @@ DECLARED = names(PROJECT["dependencies"])
 MODULES = {module: {normalized(name) for name in owners} for module, owners in packages_distributions().items()}
 
 
+@pytest.mark.slow
 def test_every_imported_package_is_declared() -> None:
     optional = {name for extra in PROJECT["optional-dependencies"].values() for name in names(extra)}
     allowed = with_requirements(DECLARED) | optional
@@ -67,6 +68,7 @@ def test_modules_import_no_extra_at_top_level() -> None:
     assert {"gguf", "accelerate", "prompt-toolkit", "llguidance", "fastapi", "uvicorn"} <= DECLARED
 
 
+@pytest.mark.slow
 def test_names_missing_from_the_oldest_transformers_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names missing from the oldest allowed version were found by importing every module with it installed."""
     from transformers import cache_utils

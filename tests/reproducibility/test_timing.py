@@ -87,6 +87,7 @@ def test_a_draft_model_slower_than_its_target_is_not_asked_at_first(monkeypatch:
     assert any(draft_steps_at(monkeypatch, 0.001)[:4])
 
 
+@pytest.mark.slow
 @pytest.mark.draft_times
 def test_draft_times_are_measured_once_unless_their_file_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

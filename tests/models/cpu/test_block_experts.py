@@ -64,6 +64,7 @@ def hidden(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("inner", [96, 32])
 @pytest.mark.parametrize("family", FAMILIES)

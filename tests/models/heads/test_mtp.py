@@ -104,6 +104,7 @@ def test_a_wrong_transcription_is_noticed(kind: str, wrong: dict[str, Any]) -> N
         assert drafted.gap(transcription(kind), **wrong) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "count"), mostly_exhaustive([("qwen3_5", 1), ("glm4_moe", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3))
 )

@@ -239,6 +239,7 @@ ALONE = [(name, "model") for name in [*CHAINED, "dflash", "peagle", "eagle3", "e
 WAYS = [*ALONE, ("dspark", "auto"), ("peagle", "auto")]
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
