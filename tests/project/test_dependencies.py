@@ -94,7 +94,8 @@ assert slipstream.SpeculativeDecoder("toy").generate("A heron", slipstream.Sampl
 config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                                   num_attention_heads=2, num_key_value_heads=1)
 transformers.LlamaForCausalLM(config).save_pretrained({str(tmp_path)!r})
-with slipstream.SpeculativeDecoder({str(tmp_path)!r}, drafter="ngram", num_draft_tokens=2) as decoder:
+settings = {{"drafter": "ngram", "num_draft_tokens": 2, "reproducible": False}}
+with slipstream.SpeculativeDecoder({str(tmp_path)!r}, **settings) as decoder:
     print(len(decoder.generate([1, 2, 3], slipstream.SamplingParams(max_tokens=4, ignore_eos=True)).token_ids))
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
