@@ -207,7 +207,7 @@ def test_rows_of_batches_of_1_to_8_have_the_bits_of_each_alone(name: str, roundi
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "rounding"), product(HYBRIDS, ROUNDINGS))
+@pytest.mark.parametrize(("name", "rounding"), list(product(HYBRIDS, ROUNDINGS)))
 def test_all_instructions_give_the_same_bits(
     name: str, rounding: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
