@@ -25,7 +25,8 @@ test: $(STAMP)
 	@$(BIN)/slipstream models pull smollm2
 	@$(PYTEST) --durations=10
 
-# All combinations of parameters, tests of benchmarks, sanitizers, and slow cases of what a quicker test guards.
+# All combinations of parameters and instruction sets, tests of benchmarks, sanitizers, slow negative controls, and slow
+# cases of what a quicker test guards.
 test-exhaustive: $(STAMP)
 	@$(BIN)/slipstream models pull smollm2
 	@$(PYTEST) --exhaustive --durations=10

@@ -99,6 +99,7 @@ def test_text_is_readable_in_both_color_schemes(measured: Measure, scheme: str) 
     assert values["label"] >= 8  # the height of a letter's line, in a picture shrunk to the window
 
 
+@pytest.mark.exhaustive
 def test_the_browser_probe_notices_a_page_that_is_too_wide(measured: Measure) -> None:
     values = measured(PHONE, edit=lambda text: text.replace("overflow-x: auto", "overflow-x: visible"))
     assert values["page"] > PHONE

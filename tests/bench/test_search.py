@@ -82,6 +82,7 @@ def test_the_choice_is_within_three_percent_of_the_best(seed: int) -> None:
     assert advice.best is not None and speed_ups[advice.best.name] >= 0.97 * max(speed_ups.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("speed_up", "noise", "lost"),
     [(0.7, 0.01, "no gain beyond the noise"), (1.01, 0.0, "gains less than 2%"), (1.03, 0.5, "no gain beyond")],
@@ -193,7 +194,7 @@ def test_a_small_budget_gives_advice_that_is_called_unconfirmed_and_names_one_th
     assert all(0 < result.units <= counts[result.name] for result in results)
     assert advice.needed_seconds is not None and advice.needed_seconds > 60
     assert advice.sentence.endswith(f"not confirmed: use --budget {advice.needed_seconds} or more to be sure")
-    confirmed = tuned(tmp_path / "more", 1000, tick=1.0)[0].advice[0]
+    confirmed = tuned(tmp_path / "more", 400, tick=1.0)[0].advice[0]
     assert confirmed.needed_seconds is None and "not confirmed" not in confirmed.sentence
 
 

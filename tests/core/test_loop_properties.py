@@ -262,6 +262,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_injected_fault_is_found(fault: str) -> None:
     *patched, fixed = FAULTS[fault]

@@ -156,6 +156,7 @@ def test_any_tree_of_the_toy_model_changes_no_text(seed: int, count: int, option
     assert with_trees("toy", options, seed, count) == plain_texts("toy", options)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1 << 30), orders=st.lists(st.sampled_from(["add", "cancel", "step"]), max_size=30))
 def test_trees_change_no_text_while_rows_enter_and_are_cancelled(seed: int, orders: list[str]) -> None:

@@ -382,7 +382,7 @@ def test_the_distribution_of_the_text_is_the_targets(rule: str) -> None:
     assert distance(make_decoder(rule)) < 0.12
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_distribution_that_is_not_renormalized_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, real = make_decoder("rejection"), SharedTokenDrafter.propose
 

@@ -198,6 +198,7 @@ def test_drafting_changes_no_cached_token_that_the_target_has_read(llama: Any, l
     assert compared
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cache_audit")
 def test_drafting_on_from_cached_drafts_is_noticed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # drafts never start from the target's cache

@@ -109,7 +109,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(drafter: str, op
     decoder = decoder_of(drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else 4)
     texts, params = prompts([3, 17, 9, 40, 5]), SamplingParams(max_tokens=24, **options)
     plain = decoder.using("none")
-    expected = [plain.generate(prompt, params).token_ids for prompt in texts]
+    expected = [result.token_ids for result in plain.generate(texts, params)]
     assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
     assert [result.token_ids for result in decoder.generate(texts, params)] == expected
 

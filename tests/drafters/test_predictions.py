@@ -110,6 +110,7 @@ def test_predictions_keep_the_text_of_plain_decoding_with_every_drafter(
         assert (result.stats.accepted_prediction_tokens or 0) > 15 or prediction == WRONG or count == "auto"
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "settings",
@@ -221,6 +222,7 @@ def _toy(drafter: str) -> SpeculativeDecoder:
     return toy(drafter, max_batch_size=2)
 
 
+@pytest.mark.exhaustive
 def test_a_rule_that_accepts_every_prediction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a rule that accepts every predicted token changes the text."""
     from slipstream.core import acceptance, session

@@ -121,7 +121,7 @@ def test_the_distribution_of_the_text_is_the_targets(rule: str) -> None:
     assert distance(rule) < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_distribution_over_all_tokens_is_noticed() -> None:
     def over_all(draft: Draft) -> Draft:
         assert draft.probs is not None

@@ -99,9 +99,7 @@ def follow_the_target(name: str, drafter: str, rule: str) -> None:
         assert kept > RUNS / 6 and refused > RUNS / 6
 
 
-@pytest.mark.parametrize(
-    ("drafter", "rule"), mostly_slow(USUAL, ("none", "auto"), ("ngram:1-3", "rejection"), ("close", "block"))
-)
+@pytest.mark.parametrize(("drafter", "rule"), mostly_slow(USUAL, ("close", "block")))
 def test_joint_frequencies_follow_the_target(drafter: str, rule: str) -> None:
     follow_the_target("llama", drafter, rule)
 
@@ -158,7 +156,7 @@ def test_text_under_the_match_rule_equals_plain_decoding(name: str, drafter: str
 MORE = range(2 * RUNS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("drafter", "wrong"),
     mostly_exhaustive(  # tests/core/test_acceptance.py enumerates what each of them emits
@@ -172,6 +170,7 @@ def test_a_wrong_rule_is_caught(drafter: str, wrong: str, monkeypatch: pytest.Mo
     assert observe(decoder("llama", drafter, "block"), "llama", MORE).p_value < SUSPICIOUS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rule", mostly_exhaustive(["topk:2", "typical"], "typical"))
 def test_a_lossy_rule_is_caught(rule: str) -> None:
     assert not load_rule(rule).lossless
@@ -242,7 +241,7 @@ def drafting(rule: str, change: Callable[[Drafter], Drafter]) -> Runs:
     return observe(made.using(change(made.drafter)), "llama")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.each_value
 @pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "block"))
 @pytest.mark.parametrize("how", mostly_slow([likeliest, colder], likeliest))
@@ -250,7 +249,7 @@ def test_drafts_not_drawn_from_their_declared_distribution_are_caught(how: Draw,
     assert drafting(rule, lambda inner: DrawsOtherwise(inner, how)).p_value < SUSPICIOUS
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rule", mostly_exhaustive(["block", "rejection"], "block"))
 def test_dropping_a_sampled_token_because_of_its_small_q_is_caught(rule: str) -> None:
     assert drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=False)).p_value < SUSPICIOUS
@@ -264,12 +263,12 @@ def test_ending_a_draft_after_an_unlikely_token_keeps_the_distribution(rule: str
     assert seen.p_value > SUSPICIOUS
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_same_wrapper_with_the_right_draw_keeps_the_distribution() -> None:
     assert drafting("block", lambda inner: DrawsOtherwise(inner, as_stated)).p_value > SUSPICIOUS
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("drafter", mostly_exhaustive(["none", "ngram:1-3", "close"], "close"))
 def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Sampler, stream: Stream, offsets: range) -> Words:
@@ -279,14 +278,14 @@ def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypa
     assert observe(decoder("llama", drafter, "block"), "llama", MORE).p_value < SUSPICIOUS
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", mostly_exhaustive(["llama", "gemma3"], "llama"))
 def test_accepting_by_the_same_random_draw_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "round_keys", lambda self, stream: [key(row.seed, stream) for row in self.rows])
     assert observe(decoder(name, "ngram:1-3", "rejection"), name, MORE).p_value < SUSPICIOUS
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_penalties_that_do_not_see_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     blind = staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1]))
     monkeypatch.setattr(history.Penalties, "_occurrences", blind)

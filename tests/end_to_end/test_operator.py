@@ -11,7 +11,6 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from datetime import datetime
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -60,8 +59,7 @@ def test_a_server_is_configured_reloaded_drained_and_logged(tmp_path: Path) -> N
     command = ("-m", "slipstream", *words[:-1], str(config))
     lines: list[dict[str, Any]] = []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    hears_hangups = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # even if the tests run under nohup
-    with started(*command, env=variables, preexec_fn=hears_hangups, **pipes) as server:
+    with started(*command, env=variables, **pipes) as server:
 
         def reload() -> None:
             subprocess.run(unit["ExecReload"].replace("$MAINPID", str(server.pid)).split(), check=True)

@@ -172,11 +172,13 @@ def test_skipping_the_adjustment_is_caught_and_announced_as_lossy(name: str, cap
     assert [record.getMessage()[:39] for record in caplog.records] == ["skip_sample_adjustment=True is lossy: t"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "other"), [("top-k", "hot"), ("own draws", "hot"), ("own distribution", "nucleus")])
 def test_another_distribution_is_caught(name: str, other: str) -> None:
     assert not matches(observed(name)[0], other)
 
 
+@pytest.mark.exhaustive
 def test_a_second_draw_after_a_mismatch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def redraw(processor: Any, p: Tensor, draft: list[int]) -> tuple[int, int]:
         kept = right(processor, p, draft)[0]

@@ -13,7 +13,7 @@ from slipstream.models.cache_folder import cache_folder
 
 pytestmark = pytest.mark.smollm2
 
-COUNT = 32
+COUNT = 16
 GREEDY = SamplingParams(max_tokens=COUNT)
 PROMPTS = [
     "Write a Python function that returns the sum of the squares of a list of numbers.",

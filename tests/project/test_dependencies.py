@@ -48,6 +48,7 @@ DECLARED = names(PROJECT["dependencies"])
 MODULES = {module: {normalized(name) for name in owners} for module, owners in packages_distributions().items()}
 
 
+@pytest.mark.slow
 def test_every_imported_package_is_declared() -> None:
     optional = {name for extra in PROJECT["optional-dependencies"].values() for name in names(extra)}
     allowed = with_requirements(DECLARED) | optional
@@ -67,6 +68,7 @@ def test_modules_import_no_extra_at_top_level() -> None:
     assert {"gguf", "accelerate", "prompt-toolkit", "llguidance", "fastapi", "uvicorn"} <= DECLARED
 
 
+@pytest.mark.slow
 def test_names_missing_from_the_oldest_transformers_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names missing from the oldest allowed version were found by importing every module with it installed."""
     from transformers import cache_utils
@@ -92,7 +94,8 @@ assert slipstream.SpeculativeDecoder("toy").generate("A heron", slipstream.Sampl
 config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                                   num_attention_heads=2, num_key_value_heads=1)
 transformers.LlamaForCausalLM(config).save_pretrained({str(tmp_path)!r})
-with slipstream.SpeculativeDecoder({str(tmp_path)!r}, drafter="ngram", num_draft_tokens=2) as decoder:
+settings = {{"drafter": "ngram", "num_draft_tokens": 2, "reproducible": False}}
+with slipstream.SpeculativeDecoder({str(tmp_path)!r}, **settings) as decoder:
     print(len(decoder.generate([1, 2, 3], slipstream.SamplingParams(max_tokens=4, ignore_eos=True)).token_ids))
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}

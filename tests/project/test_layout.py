@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.import_graph import FILES, SOURCE, closure, code_lines, imports, longest_chain, reaches
+from tests.support.import_graph import FILES, SOURCE, closure, code_lines, imports, reaches
 
 CORE = {name for name in FILES if name.startswith("slipstream.core")}
 # in the order of imports: each package imports those before it, in functions and for types as well
@@ -35,12 +35,6 @@ def test_the_core_is_closed_under_imports() -> None:
     print(f"core: {len(CORE)} files, {lines} lines of code with all they import of ours: {', '.join(sorted(ours))}")
     assert ours == {"slipstream.errors"}
     assert outside & {"torch", "numpy", "transformers", "safetensors", "rich", "typer"} == {"torch", "numpy"}
-
-
-def test_the_import_chain_of_a_round_is_short() -> None:
-    chain = longest_chain("slipstream.core.scheduler")
-    print(f"longest import chain of a round: {len(chain)}: {' -> '.join(chain)}")
-    assert set(chain) <= CORE | {"slipstream.errors"} and len(chain) <= 12
 
 
 def test_packages_import_one_way(graph: dict[str, set[str]]) -> None:
@@ -90,19 +84,3 @@ def test_transformers_is_imported_only_in_its_own_packages() -> None:
         if imported and not allowed:
             elsewhere[name] = imported
     assert len(FILES) > 100 and not elsewhere
-
-
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("import transformers.cache_utils", {"transformers.cache_utils"}),
-        ("def f():\n    from transformers import Cache", {"transformers"}),
-        ("from slipstream import decoder", {"slipstream.decoder"}),
-        ("try:\n    pass\nexcept ImportError:\n    import transformers", {"transformers"}),
-        ("match 1:\n    case 1:\n        import transformers", {"transformers"}),
-        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers", {"typing"}),
-    ],
-)
-def test_the_import_reader_sees_every_form_of_import(source: str, names: set[str]) -> None:
-    assert imports("made up", source=source) == names
-    assert bool(reaches(names, "transformers")) == any(name.startswith("transformers") for name in names)

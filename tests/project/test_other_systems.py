@@ -66,27 +66,6 @@ def test_every_text_file_is_read_and_written_as_utf8(area: str) -> None:
     assert files and calls == []
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "path.read_text()",
-        "path.write_text(text)",
-        "open(path)",
-        "open(path, 'a')",
-        "path.open('w')",
-        "os.fdopen(descriptor, 'w')",
-        "subprocess.run(command, text=True)",
-        "tempfile.NamedTemporaryFile('w')",
-    ],
-)
-def test_the_check_for_utf8_sees_each_form_of_call(call: str) -> None:
-    assert len(list(locale_dependent(call))) == 1
-    separator = "" if call.endswith("()") else ", "
-    assert not list(locale_dependent(f"{call[:-1]}{separator}encoding='utf-8')"))
-    for binary in ("open(path, 'rb')", "path.open('wb')", "os.open(path, flags)", "subprocess.run(command)"):
-        assert not list(locale_dependent(binary))
-
-
 @pytest.mark.slow
 def test_a_batch_job_runs_without_unix_modules(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron", "max_tokens": 4}\n', encoding="utf-8")

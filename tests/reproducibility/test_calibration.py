@@ -153,6 +153,7 @@ def test_a_short_context_is_calibrated_within_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fast", [False, True])
 def test_the_shapes_found_for_a_transformer_give_the_same_bits(dtype: torch.dtype, fast: bool) -> None:
@@ -166,27 +167,25 @@ def test_the_shapes_found_for_a_transformer_give_the_same_bits(dtype: torch.dtyp
     assert result.agrees and bool(result.attended_lengths) == fast
     tokens = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(3))
     set_attended_lengths(backend, result.attended_unit, result.attended_lengths)
+    backend.reserve(3, len(tokens) + 256)
     for start in (0, 90, 300):
-        expected = _logits(backend, tokens, start, REFERENCE, [start])
+        starts = [start, 11, 250]
+        for slot, end in enumerate(starts):
+            for position in range(0, end, REFERENCE):
+                chunk = tokens[None, position : min(position + REFERENCE, end)]
+                backend.forward(chunk, [position], first_slot=slot, logits=False)
+        expected = _logits(backend, tokens, REFERENCE, starts[:1])
         for width in result.widths:
-            for starts in ([start], [start, 11, 250]):
-                assert torch.equal(_logits(backend, tokens, start, width, starts), expected), (width, starts)
+            for rows in (1, 3):
+                assert torch.equal(_logits(backend, tokens, width, starts[:rows]), expected), (width, start, rows)
 
 
-def _logits(backend: HFBackend, tokens: Tensor, start: int, width: int, starts: list[int]) -> Tensor:
-    """Logits of the first row's eight positions from `start` on, in forwards of `width` tokens and a row per start."""
-    backend.reserve(len(starts), len(tokens) + 256)
-    for slot, row_start in enumerate(starts):
-        for position in range(0, row_start, REFERENCE):
-            backend.forward(tokens[None, position : position + REFERENCE], [position], first_slot=slot, logits=False)
+def _logits(backend: HFBackend, tokens: Tensor, width: int, starts: list[int]) -> Tensor:
+    """Logits of the first row's next eight positions, in forwards of `width` tokens and a row per start."""
     segments = []
     for offset in range(0, REFERENCE, width):
-        inputs = torch.stack(
-            [torch.cat([tokens, tokens])[row_start + offset : row_start + offset + width] for row_start in starts]
-        )
-        segments.append(
-            backend.forward(inputs, [row_start + offset for row_start in starts], first_slot=0, logits=True)[0]
-        )
+        inputs = torch.stack([torch.cat([tokens, tokens])[start + offset :][:width] for start in starts])
+        segments.append(backend.forward(inputs, [start + offset for start in starts], first_slot=0, logits=True)[0])
     return torch.cat(segments)[:REFERENCE]
 
 
@@ -232,7 +231,7 @@ def test_two_layers_of_every_kind_are_tried(kinds: str, layers: list[int]) -> No
     assert first_of_each(kinds) == layers
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_calibrating_a_few_layers_finds_what_calibrating_all_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = HFBackend(
         fresh(

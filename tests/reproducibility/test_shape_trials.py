@@ -108,6 +108,7 @@ FALSE_CLAIMS: dict[str, Deviates] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FALSE_CLAIMS)
 def test_other_false_claims_are_found_too(name: str) -> None:
     calibration = calibrate(Claims(FALSE_CLAIMS[name]), BATCH)
@@ -143,6 +144,7 @@ def test_a_short_context_is_calibrated_within_it() -> None:
     assert (result.widths, result.attended_unit, result.prompts) == (ALL_WIDTHS, ATTENDED_UNITS[0], True)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3"], "gemma3"))
 def test_compiled_layers_claim_what_all_trials_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

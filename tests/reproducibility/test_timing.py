@@ -81,11 +81,13 @@ def draft_steps_at(monkeypatch: pytest.MonkeyPatch, share: float) -> list[int]:
     return [round.num_draft_steps for round in result.rounds]
 
 
+@pytest.mark.slow
 def test_a_draft_model_slower_than_its_target_is_not_asked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(draft_steps_at(monkeypatch, 10.0)[:4])  # it is tried only later
     assert any(draft_steps_at(monkeypatch, 0.001)[:4])
 
 
+@pytest.mark.slow
 @pytest.mark.draft_times
 def test_draft_times_are_measured_once_unless_their_file_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -45,11 +45,10 @@ def _tree(name: str) -> ast.Module:
 
 
 @cache
-def imports(name: str, *, top_level: bool = False, typing: bool = False, source: str | None = None) -> frozenset[str]:
+def imports(name: str, *, top_level: bool = False, typing: bool = False) -> frozenset[str]:
     """Modules that a module imports; `from package import module` counts as the module."""
     modules = set()
-    tree = _tree(name) if source is None else ast.parse(source)
-    for statement in statements(tree, top_level=top_level, typing=typing):
+    for statement in statements(_tree(name), top_level=top_level, typing=typing):
         if isinstance(statement, ast.Import):
             modules |= {alias.name for alias in statement.names}
             continue
@@ -90,16 +89,3 @@ def code_lines(source: str) -> int:
             docstring = node.body[0]
             lines -= set(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
     return len(lines)
-
-
-def longest_chain(name: str) -> list[str]:
-    """The longest path of imports that begins with a module."""
-    graph = {m: sorted(n for n in imports(m, top_level=True) if n in FILES and n != m) for m in FILES}
-    known: dict[str, list[str]] = {}
-
-    def walk(module: str) -> list[str]:
-        if module not in known:
-            known[module] = [module, *max((walk(other) for other in graph[module]), key=len, default=[])]
-        return known[module]
-
-    return walk(name)

@@ -18,10 +18,17 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
+def heed_hangups() -> None:
+    """In a new process: SIGHUP ends it, although tests that are run by nohup ignore the signal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @contextmanager
 def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """`python` with these arguments; at the end it is killed with the processes it forked."""
     options = {"env": environment(), "text": True, "start_new_session": True} | options
+    if sys.platform != "win32":
+        options = {"preexec_fn": heed_hangups} | options
     with subprocess.Popen([sys.executable, *arguments], **options) as process:
         try:
             yield process

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -36,11 +36,11 @@ def decoder(**settings: Any) -> SpeculativeDecoder:
 
 
 @contextmanager
-def small() -> Iterator[None]:
-    """Trains on short texts in small batches, and saves the state after every step."""
+def small(draw: Callable[..., None] = lambda *_: None) -> Iterator[None]:
+    """Trains on short texts in small batches, saves the state after every step and by default draws no curve."""
     with (
         patch.multiple(texts, QUESTION=12, ANSWER=60, BATCH=8),
-        patch.multiple(training_job, tokens_of_step=lambda device: (256, 128)),
+        patch.multiple(training_job, tokens_of_step=lambda device: (256, 128), draw=draw),
         patch.multiple(training_run, SAVE_SECONDS=0.0, SAVE_SHARE=1e9, tokens_of_step=lambda device: (256, 128)),
     ):
         yield

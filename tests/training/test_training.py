@@ -42,7 +42,8 @@ def shortly_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("head")
-    train(folder)
+    with small(training_job.draw):
+        job(folder).run(decoder())
     return folder
 
 
@@ -214,6 +215,7 @@ def test_a_folder_belongs_to_one_training(trained: Path, tmp_path: Path) -> None
     assert (trained / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_targets_without_hidden_states_or_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the hidden states of target 'toy' cannot be read"):
         job(tmp_path / "a").run(SpeculativeDecoder("toy"))
@@ -268,7 +270,7 @@ def test_a_resumed_training_on_prompts_keeps_its_texts(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["state", "head"])
+@pytest.mark.parametrize("place", mostly_exhaustive(["state", "head"], "state"))
 def test_a_full_disk_keeps_the_last_state_and_the_training_can_continue(
     shortly_trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -310,7 +312,7 @@ def test_too_little_time_for_a_step_is_refused_and_more_time_continues(
     assert train(tmp_path, hours=100, num_steps=4, num_tokens=1000)["steps"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_time_continues_a_training_with_more_texts_and_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +367,7 @@ def test_the_time_limit_holds_however_slow_the_machine_is(
     assert all(later <= earlier + step for earlier, later in pairwise(seconds_left))
 
 
+@pytest.mark.slow
 def test_unfinished_texts_are_kept_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small():
         whole = {number: ids for number, ids, *_ in TextMaker(decoder(), (), seed=0).make(0, 8)}
@@ -391,6 +394,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         train(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_finished_training_rewrites_its_head_and_notices_missing_texts(shortly_trained: Path, tmp_path: Path) -> None:
     folder = copytree(shortly_trained, tmp_path / "head")
     head, made = folder / "model.safetensors", folder / "texts.jsonl"

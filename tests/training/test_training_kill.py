@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from slipstream.reproducibility.timing import DraftTimes
-from slipstream.training import training_job
 from slipstream.training.texts import read_texts
 from slipstream.training.training_run import STATE, State
 from slipstream.wiring import model_pair
@@ -23,11 +22,13 @@ from tests.support.training_cases import train
 
 pytestmark = pytest.mark.slow
 
-STEPS, TOKENS = 14, 1000
-STEPS_BEFORE_KILL = 4  # a process stops here even if the kill comes late: three such runs do not complete the training
+STEPS, TOKENS = 10, 500
+STEPS_BEFORE_KILL = 3  # a process stops here even if the kill comes late: three such runs do not complete the training
 SERVER = """
 import os, sys
 from tests.training.test_training_kill import STEPS_BEFORE_KILL, go_on
+from tests.support.training_cases import decoder
+decoder()  # imports what every child needs
 for folder in sys.stdin:
     child = os.fork()
     if child == 0:
@@ -50,7 +51,6 @@ def go_on(folder: str, max_steps: int = STEPS) -> None:
 
     with (
         patch.object(State, "save", limited),
-        patch.object(training_job, "draw", lambda *_: None),
         patch.object(model_pair, "remembered_draft_times", lambda *_: DraftTimes()),
     ):
         train(Path(folder), num_steps=STEPS, num_tokens=TOKENS)
@@ -97,6 +97,6 @@ def test_another_order_of_texts_gives_another_head(tmp_path: Path) -> None:
     """Negative control of the test above: the bytes depend on every step."""
     heads = []
     for seed in (0, 1):
-        train(tmp_path / str(seed), seed=seed, num_steps=8, num_tokens=TOKENS)
+        train(tmp_path / str(seed), seed=seed, num_steps=4, num_tokens=TOKENS)
         heads.append((tmp_path / str(seed) / "model.safetensors").read_bytes())
     assert heads[0] != heads[1]

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, __version__
 from slipstream.apps import cli
-from slipstream.apps.cli import compare, demo, verify
+from slipstream.apps.cli import compare, demo
 from slipstream.config import DecoderConfig
 from tests.support import tiny_models
 from tests.support.command_line import run
@@ -126,23 +126,13 @@ def test_lossy_rules_are_announced(capsys, monkeypatch, caplog) -> None:
     assert code == 0 and "topk:5 is lossy" in caplog.text
 
 
-@pytest.mark.slow
-def test_verify_exits_with_the_verdict(capsys, monkeypatch, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "The heron looked at"}\n{"turns": ["A sparrow"], "category": "birds"}\n')
-    arguments = ("verify", *TOY, "--draft", "toy:2", "--prompt-file", str(prompts), "--budget", "1")
-    code, out, _ = run(capsys, monkeypatch, *arguments)
-    assert code == 0 and "VERIFIED" in out
-    right, wrong = verify.load_decoder, load_wrong_rule("distribution-of-next-position")
-    monkeypatch.setattr(verify, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
-    code, out, err = run(capsys, monkeypatch, *arguments)
-    assert code == 1 and "FAILED" in out and err.splitlines()[-1].startswith("error: not exact")
+QUICK = ("--num-draft-tokens", "2", "--max-tokens", "8", "--budget", "1")  # of `verify`
 
 
 @pytest.mark.slow
 def test_verify_calls_a_lossy_rule_lossy(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    arguments = ("verify", *TOY, "--draft", "toy:2", "--acceptance", "topk:300", "--budget", "1", "--json", str(file))
+    arguments = ("verify", *TOY, "--draft", "toy:2", "--acceptance", "topk:300", *QUICK, "--json", str(file))
     code, out, err = run(capsys, monkeypatch, *arguments, "--limit", "1")
     report = json.loads(file.read_text())
     assert code == 1 and "LOSSY" in out and "VERIFIED" not in out and "topk:300 is lossy" in err.splitlines()[-1]
@@ -152,7 +142,7 @@ def test_verify_calls_a_lossy_rule_lossy(capsys, monkeypatch, tmp_path: Path) ->
 @pytest.mark.slow
 def test_verify_says_what_does_not_apply_and_honors_the_category(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    arguments = ("verify", *TOY, "--draft", "toy:2", "--acceptance", "block", "--budget", "1", "--json", str(file))
+    arguments = ("verify", *TOY, "--draft", "toy:2", "--acceptance", "block", *QUICK, "--json", str(file))
     code, out, _ = run(capsys, monkeypatch, *arguments, "--category", "code edit")
     checks = json.loads(file.read_text())["checks"]
     assert code == 0 and "VERIFIED" in out and "19 of 26 checks passed, 7 not applicable" in " ".join(out.split())
@@ -238,6 +228,7 @@ def test_help_shows_the_usual_options_and_help_all_shows_every_one(capsys, monke
     assert fields_as_flags <= every_option
 
 
+@pytest.mark.slow
 def test_models_check_says_whether_a_pair_is_usable(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "--json", str(file))

@@ -86,14 +86,12 @@ def test_a_prompt_comes_from_standard_input(capsys, monkeypatch) -> None:
         assert "standard input is not valid UTF-8 at byte 0" in message
 
 
-ON_PAPER = ("simulate", "--alpha", "0.5", "--target-params", "8e9", "--bandwidth", "1e12", "--flops", "1e14")
-ON_PAPER += ("--length", "2", "--batch", "1")
 GENERATE = ("generate", *TOY, "--max-tokens", "4")
 
 
 @pytest.mark.parametrize(
     ("closed", "arguments", "code"),
-    [("<&-", GENERATE, 2), (">&-", ON_PAPER, 0), ("2>&-", (*GENERATE, *PROMPT), 0)],
+    [("<&-", GENERATE, 2), (">&-", ("--help",), 0), ("2>&-", (*GENERATE, *PROMPT), 0)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_closed_standard_streams_count_as_empty(closed: str, arguments: tuple[str, ...], code: int) -> None:
@@ -123,9 +121,9 @@ def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in process.stderr and "Exception ignored" not in process.stderr
 
 
-@pytest.mark.parametrize("arguments", [("generate", *TOY, *PROMPT), ON_PAPER])
-def test_a_closed_pipe_is_one_line(arguments: tuple[str, ...]) -> None:
-    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def test_a_closed_pipe_is_one_line() -> None:
+    words = [*COMMAND, "generate", *TOY, *PROMPT]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         errors = process.stderr.read()

@@ -109,6 +109,12 @@ def test_a_server_is_started_and_ends_with_the_client(
     assert code == 3, errors
     _, variables = json.loads(programs.read_text())
     assert variables["ANTHROPIC_MODEL"] == "toy" and server_at(variables["ANTHROPIC_BASE_URL"]) is None
+
+
+@pytest.mark.exhaustive
+def test_a_model_that_cannot_be_served_ends_the_command_with_one_line(
+    programs: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, _, errors = run(capsys, monkeypatch, "launch", "claude", "--model", "toy:99")
     assert code == 1 and "model 'toy:99'" in errors and errors.count("error: ") == 1
 

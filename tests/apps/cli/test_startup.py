@@ -119,7 +119,7 @@ def test_wrong_use_imports_no_library(subtests: pytest.Subtests, outcomes: Outco
             assert lines[0].startswith("error: ") and lines[1] == "imported: []"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_check_for_imports_notices_pytorch() -> None:
     [(code, _, err)] = started([("generate", *TOY, "--max-tokens", "1")])
     assert code == 0 and "torch" in err.splitlines()[-1]

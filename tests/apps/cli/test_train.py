@@ -24,7 +24,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def train(capsys, monkeypatch, target: str, out: Path, *arguments: str) -> tuple[int, str, str]:
-    options = ("--target", target, "--out", str(out), "--tokens", "2k", "--steps", "16")
+    options = ("--target", target, "--out", str(out), "--tokens", "1k", "--steps", "16")
     with small():
         return command_line.run(capsys, monkeypatch, "train", *options, *arguments)
 
@@ -74,22 +74,22 @@ def test_ctrl_c_while_texts_are_made_keeps_the_finished_ones(
     monkeypatch.setattr(texts, "append", interrupted)
     monkeypatch.setattr(train_module, "LOG_SECONDS", 0.0)
     out = tmp_path / "head"
-    code, _, err = train(capsys, monkeypatch, target, out)
+    code, _, err = train(capsys, monkeypatch, target, out, "--steps", "2")
     first, *_, before_last, last = err.splitlines()
     kept = read_texts(out)
     assert code == 130 and len(kept) == 3 and first == f"loading {target} ..."
     tokens = sum(len(text.ids) for text in kept)
     kept_in = f"{out / 'texts.jsonl'} holds {tokens} tokens of texts"
     assert last == f"error: interrupted; {kept_in}; the same command continues"
-    assert re.fullmatch(r"answering prompts: (\d+) of 2000 tokens, at most [\d:]+ left", before_last)
-    assert "inventing prompts: 0 of 2000 tokens, at most 3:00:00 left" in err.splitlines()
-    assert any(re.fullmatch(r"inventing prompts: [1-9]\d* of 2000 tokens, .* left", line) for line in err.splitlines())
+    assert re.fullmatch(r"answering prompts: (\d+) of 1000 tokens, at most [\d:]+ left", before_last)
+    assert "inventing prompts: 0 of 1000 tokens, at most 3:00:00 left" in err.splitlines()
+    assert any(re.fullmatch(r"inventing prompts: [1-9]\d* of 1000 tokens, .* left", line) for line in err.splitlines())
     monkeypatch.setattr(texts, "append", append)
-    code, _, err = train(capsys, monkeypatch, target, out)
-    assert code == 0 and f"inventing prompts: {tokens} of 2000 tokens, " in err
+    code, _, err = train(capsys, monkeypatch, target, out, "--steps", "2")
+    assert code == 0 and f"inventing prompts: {tokens} of 1000 tokens, " in err
     again = read_texts(out)
-    assert again[:3] == kept and sum(len(text.ids) for text in again) >= 2000
-    train(capsys, monkeypatch, target, tmp_path / "whole")
+    assert again[:3] == kept and sum(len(text.ids) for text in again) >= 1000
+    train(capsys, monkeypatch, target, tmp_path / "whole", "--steps", "2")
     assert [text.ids for text in read_texts(tmp_path / "whole")] == [text.ids for text in again]
 
 
@@ -152,5 +152,6 @@ def test_prompts_of_a_file_need_no_template(
 ) -> None:
     bare = str(write_target(tmp_path / "bare", template=False))
     (tmp_path / "mine.txt").write_text("abc\nthe heron\n")
-    code, shown, _ = train(capsys, monkeypatch, bare, tmp_path / "head", "--prompts", str(tmp_path / "mine.txt"))
+    options = ("--steps", "2", "--prompts", str(tmp_path / "mine.txt"))
+    code, shown, _ = train(capsys, monkeypatch, bare, tmp_path / "head", *options)
     assert code == 0 and "tokens per round" in shown

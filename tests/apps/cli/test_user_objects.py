@@ -53,6 +53,7 @@ Streams = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
 
+@pytest.mark.slow
 def test_benchmarks_take_own_drafters_and_rules_as_arms(capsys: Streams, monkeypatch: Patch) -> None:
     arms = "none,mine:Echo@3,ngram@3/mine:right~0.8,ngram@mine:Halves"
     options = ("--target", "toy", "--limit", "1", "--repeats", "1", "--json", "bench.json")
@@ -65,9 +66,12 @@ def test_benchmarks_take_own_drafters_and_rules_as_arms(capsys: Streams, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "verdict", "code"), [("right", "VERIFIED", 0), ("wrong", "FAILED", 1)])
 def test_verify_judges_an_own_rule(rule: str, verdict: str, code: int, capsys: Streams, monkeypatch: Patch) -> None:
-    options = ("--target", "toy", "--drafter", "ngram", "--num-draft-tokens", "2", "--limit", "1", "--budget", "5")
-    named = ("--acceptance", f"mine:{rule}", "--json", "certificate.json")
-    assert run(capsys, monkeypatch, "verify", *options, *named)[0] == code
+    prompts = Path("prompts.jsonl")
+    prompts.write_text('{"prompt": "The heron looked at"}\n{"turns": ["A sparrow"], "category": "birds"}\n')
+    options = ("--target", "toy", "--drafter", "ngram", "--num-draft-tokens", "2", "--max-tokens", "8", "--budget", "1")
+    named = ("--acceptance", f"mine:{rule}", "--prompt-file", str(prompts), "--json", "certificate.json")
+    status, out, err = run(capsys, monkeypatch, "verify", *options, *named)
+    assert status == code and verdict in out and ("error: not exact" in err) == (code == 1)
     assert json.loads(Path("certificate.json").read_text())["verdict"] == verdict
 
 

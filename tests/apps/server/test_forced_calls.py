@@ -73,6 +73,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_a_required_call_is_written_in_the_models_own_form_and_read_back(name: str) -> None:
     inner = tokenizer(*FORMS[name])

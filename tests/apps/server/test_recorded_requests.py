@@ -81,6 +81,7 @@ def shortened(body: dict[str, Any]) -> dict[str, Any]:
     return body | {name: 2 for name in ("max_tokens", "max_output_tokens") if name in body}
 
 
+@pytest.mark.slow
 def test_every_request_is_answered(server: RunningServer) -> None:
     for client, request in REQUESTS:
         answer = server.http.post(request["path"], json=shortened(request["body"]))

@@ -62,6 +62,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_models, "memory_of", lambda device: 10 * GIGABYTE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gigabytes", [1.0, 4.0, 6.0])  # all fit; two at a time; one at a time
 def test_each_text_is_that_of_its_model_alone(gigabytes: float, memory: None) -> None:
     kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.6, "top_k": 9, "seed": 8}]

@@ -65,6 +65,7 @@ def hidden(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("inner", [96, 32])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,7 +151,7 @@ def test_a_token_gets_the_same_bits_at_every_width_and_with_any_number_of_thread
     assert torch.equal(experts(many), whole.repeat(17, 1))
 
 
-@pytest.mark.each_value
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kinds", "activations"), MIXED, ids=str)
 @pytest.mark.parametrize("isa", [name for name in HERE[1:] if name not in FORCED_ONLY or name == "plain"])
 def test_all_instructions_give_the_same_bits(isa: str, kinds: tuple[str, str, str], activations: str) -> None:

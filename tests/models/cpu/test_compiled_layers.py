@@ -280,7 +280,7 @@ def test_attention_over_long_texts_gives_the_same_bits_however_many_threads_shar
     assert depends_on_threads(dtype, window) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs gcc and its OpenMP")
 def test_attention_whose_stretches_depend_on_threads_is_noticed(tmp_path: Path) -> None:
     recipe = block_recipe("plain")

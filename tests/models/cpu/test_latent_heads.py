@@ -108,6 +108,7 @@ def test_branches_of_a_tree_have_the_bits_of_texts(name: str, folder_of: Callabl
         assert torch.equal(computed[list(rows)], alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"scaling": 0.3}, {"rotates_pairs": False}])
 def test_other_scores_than_the_models_are_noticed(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,7 @@ def test_layers_of_other_shapes_are_packed(monkeypatch: pytest.MonkeyPatch) -> N
     assert type(quantized(linear(48, 96, torch.float32), "int4")) is PackedLinear
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("bits", mostly_slow(["int4", "int8"], "int8"))
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

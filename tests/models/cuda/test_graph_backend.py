@@ -488,6 +488,7 @@ def test_captured_trees_give_the_logits_of_eager_ones(name: str, parents: list[t
     assert 0 < case.tape.captured < case.tape.replayed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_branches_that_attend_to_each_other_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     padded = TreeTable.padded

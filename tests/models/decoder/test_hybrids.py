@@ -46,8 +46,6 @@ TEXTS = torch.randint(3, 320, (ROWS, LENGTH + ROWS), generator=torch.Generator()
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 each_pair = pytest.mark.parametrize(("name", "rounding"), PAIRS)
-# convolutions, both kinds of recurrent layers and latents; tests/models/cpu/blocks compares the kernels themselves
-OF_EACH_KERNEL = (("lfm2", "none"), ("qwen3_5_moe_text", "int4"), ("granitemoehybrid", "int4"), ("deepseek_v3", "int4"))
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +120,7 @@ def test_forwards_of_1_to_64_tokens_give_the_same_bits_on_any_number_of_threads(
             assert torch.equal(read(backend, width), expected), (threads, width)
 
 
+@pytest.mark.slow
 @each_pair
 def test_rejected_drafts_leave_no_trace(name: str, rounding: str, folder: Path) -> None:
     backend = shared(folder, name, rounding)
@@ -136,6 +135,7 @@ def kept_a_token_late(segment: Segment) -> Segment:
     return replace(segment, keep=min(segment.keep + 1, segment.start + segment.count))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("change", [not_restored, kept_a_token_late])
 @pytest.mark.parametrize("name", HYBRIDS[1:3])  # a convolution has no state but its latest inputs
 def test_a_wrong_state_is_noticed(
@@ -202,8 +202,8 @@ def test_rows_of_batches_of_1_to_8_have_the_bits_of_each_alone(name: str, roundi
             starts = [start + width for start in starts]
 
 
-@pytest.mark.parametrize(("name", "rounding"), mostly_exhaustive(PAIRS, *OF_EACH_KERNEL))
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "rounding"), PAIRS)
 def test_all_instructions_give_the_same_bits(
     name: str, rounding: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +246,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_gguf_file_is_computed_in_its_blocks_in_one_call(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
@@ -278,6 +279,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS, "ngram"))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

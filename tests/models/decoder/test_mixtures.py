@@ -89,6 +89,7 @@ def logits(backend: HFBackend, count: int = 96) -> Tensor:
     return backend.forward(IDS[:, :count], [0], first_slot=0, logits=True)[0].float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_computes_what_transformers_does_with_its_numbers(name: str, file_of: Callable[[str], Path]) -> None:
     header = read_header(file_of(name))
@@ -141,8 +142,7 @@ def test_bits_depend_neither_on_width_nor_on_rows_nor_on_threads(
         assert count_different(backend, whole, (1, 2, 3, 5, 8, 9, 16, 17, 33, 64), (1, 3, 8)) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.each_value
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("isa", HERE[1:])
 @pytest.mark.parametrize("name", mostly_exhaustive(FILES, "qwen3moe", "gpt-oss", "deepseek2"))
 def test_all_instructions_give_the_same_bits(
@@ -155,7 +155,7 @@ def test_all_instructions_give_the_same_bits(
     assert count_different(backend, whole, (1, 8, 9), (1, 3)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_experts_that_are_added_in_another_order_give_other_bits(tmp_path: Path) -> None:
     """The negative control: the same experts under other numbers."""
     model, order, computed = mixture("qwen3_moe", hidden_size=128, head_dim=32), torch.arange(8).flip(0), []

@@ -72,6 +72,7 @@ def logits(backend: Any) -> list[torch.Tensor]:
     return [whole, backend.forward(IDS[:, :7], [0], first_slot=1, logits=True)]
 
 
+@pytest.mark.slow
 @has_kernels
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_have_the_bits_of_transformers_model_over_the_same_kernels(

@@ -180,6 +180,7 @@ def test_every_step_is_that_of_transformers(kind: str) -> None:
         assert all(steps_that_agree(kind, text))
 
 
+@pytest.mark.exhaustive
 @over_kinds
 @pytest.mark.parametrize(("wrong", "right_steps"), [({"shift": 1}, 0), ({"moving": 1}, 1), ({"kept": 1}, 0)], ids=str)
 def test_a_wrong_transcription_is_noticed(kind: str, wrong: dict[str, int], right_steps: int) -> None:
@@ -254,7 +255,7 @@ def test_a_draft_takes_one_forward_for_each_token_whatever_rows_have_accepted(mo
 
     decoder = decoder_of(written("large"))
     monkeypatch.setattr(AssistantBackend, "_step", counted)
-    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVORED)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logit_bias=FAVORED)
     results = decoder.generate(prompts([3, 17, 9]), params)
     longest = Counter[int]()
     for round in (round for result in results for round in result.rounds):
@@ -265,8 +266,8 @@ def test_a_draft_takes_one_forward_for_each_token_whatever_rows_have_accepted(mo
 @cache
 def plain_texts(kind: str, options: str) -> list[list[int]]:
     plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
-    params = SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
-    return [plain.generate(prompt, params).token_ids for prompt in PROMPTS]
+    params = SamplingParams(max_tokens=12, ignore_eos=True, **OPTIONS[options])
+    return [result.token_ids for result in plain.generate(PROMPTS, params)]
 
 
 @pytest.mark.slow
@@ -276,7 +277,7 @@ def plain_texts(kind: str, options: str) -> list[list[int]]:
 @pytest.mark.parametrize("kind", ["large", "small"])
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, drafter: str, options: str) -> None:
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
-    params = SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
+    params = SamplingParams(max_tokens=12, ignore_eos=True, **OPTIONS[options])
     expected = plain_texts(kind, options)
     assert [decoder.generate(prompt, params).token_ids for prompt in PROMPTS] == expected
     results = decoder.generate(PROMPTS, params)
@@ -298,7 +299,7 @@ def test_packed_and_quantized_targets_keep_the_texts_of_plain_decoding(
 ) -> None:
     decoder = decoder_of(write_pair(tmp_path, ordered=True, dtype=torch.bfloat16), **settings)
     plain = decoder.using("none", num_draft_tokens="auto")
-    texts, params = prompts([3, 17, 9]), SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=5)
+    texts, params = prompts([3, 17, 9]), SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, seed=5)
     results = decoder.generate(texts, params)
     assert decoder.target.packed and all(result.stats.num_draft_tokens for result in results)
     assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(texts, params)]
@@ -308,21 +309,23 @@ def test_packed_and_quantized_targets_keep_the_texts_of_plain_decoding(
 def test_trees_of_an_assistants_drafts_change_no_text() -> None:
     decoder = decoder_of(written("large"), num_draft_tokens="3x2", reproducible=False)
     plain = decoder.using("none", num_draft_tokens="auto")
-    texts, params = prompts([3, 17, 9]), SamplingParams(max_tokens=24, ignore_eos=True)
+    texts, params = prompts([3, 17, 9]), SamplingParams(max_tokens=12, ignore_eos=True)
     results = decoder.generate(texts, params)
     assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(texts, params)]
     assert any(round.parents for result in results for round in result.rounds)
 
 
+@pytest.mark.slow
 def test_an_assistant_reads_the_keys_and_values_that_a_target_keeps_in_float16() -> None:
     decoder = decoder_of(written("large"), reproducible=False)
     decoder.target.backend.cache.store_as(torch.float16)
-    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=FAVORED)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logit_bias=FAVORED)
     results, plain = (each.generate(PROMPTS, params) for each in (decoder, decoder.using("none")))
     assert sum(result.stats.num_accepted_tokens for result in results) > 5
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
 
 
+@pytest.mark.slow
 def test_targets_whose_last_layers_share_keys_run_on_the_slot_cache() -> None:
     decoder = decoder_of(written("small"))
     assert isinstance(decoder.target.backend, HFBackend)
@@ -334,7 +337,7 @@ def test_targets_whose_last_layers_share_keys_run_on_the_slot_cache() -> None:
 def test_loaded_models_draft_as_their_files_do() -> None:
     target, assistant = written("large").models
     decoder = SpeculativeDecoder(target, assistant, drafter="model", num_draft_tokens=STEPS, fast=False)
-    prompt, params = prompts([17])[0], SamplingParams(max_tokens=24, ignore_eos=True)
+    prompt, params = prompts([17])[0], SamplingParams(max_tokens=12, ignore_eos=True)
     drafts, expected = (
         [round.draft for round in drafting.generate(prompt, params).rounds]
         for drafting in (decoder, decoder_of(written("large")))

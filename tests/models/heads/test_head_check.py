@@ -140,6 +140,7 @@ def test_norm_output_is_tried_in_both_of_its_meanings(tmp_path: Path, monkeypatc
     assert tried is not None and tried.meant == "norm_output=True"
 
 
+@pytest.mark.slow
 def test_a_wrong_declaration_causes_one_warning_with_both_shares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

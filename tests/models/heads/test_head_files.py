@@ -157,6 +157,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", LAYOUTS)
 def test_every_writers_layout_drafts_what_was_recorded(tmp_path: Path, writer: str) -> None:
     layout = LAYOUTS[writer]

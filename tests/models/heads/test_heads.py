@@ -32,7 +32,7 @@ from tests.support.head_cases import Written, transcribed, without, write_head
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, prompts, tokenizer
 
-COUNT, STEPS = 24, 4
+COUNT, STEPS = 12, 4
 GREEDY: dict[str, Any] = {}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 5}
 FLAGS: list[dict[str, Any]] = [
@@ -55,9 +55,9 @@ def decoder_of(head: Written, **settings: Any) -> SpeculativeDecoder:
     return SpeculativeDecoder(target(), str(head.folder), tokenizer=tokenizer(), **options)
 
 
-def drafts(head: Written, prompt: list[int], **options: Any) -> list[tuple[list[int], list[int]]]:
+def drafts(head: Written, prompt: list[int], count: int = COUNT, **options: Any) -> list[tuple[list[int], list[int]]]:
     """(text so far, draft) of each round that drafted."""
-    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **options)
+    params = SamplingParams(max_tokens=count, ignore_eos=True, **options)
     result = decoder_of(head).generate(prompt, params)
     text, pairs = [*prompt, *result.token_ids], []
     for round in result.rounds:
@@ -76,6 +76,7 @@ def test_every_draft_is_that_of_the_transcription(tmp_path: Path, layout: str, f
         assert draft == transcribed(head, target(), text, len(draft))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -105,7 +106,7 @@ def test_rows_from_the_heads_own_outputs_are_computed_again(tmp_path: Path, monk
         count = 0
         for seed in range(4):
             head = write_head(tmp_path / str(seed), target(), seed=seed, tokens=sorted(favored))
-            pairs = drafts(head, prompts([17])[0], logit_bias=favored)
+            pairs = drafts(head, prompts([17])[0], 24, logit_bias=favored)
             count += sum(draft != transcribed(head, target(), text, len(draft)) for text, draft in pairs)
         return count
 
@@ -127,7 +128,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     plain = SpeculativeDecoder(target(), drafter="none", tokenizer=tokenizer(), max_batch_size=3)
     texts = prompts([3, 17, 40, 5])
     params = SamplingParams(max_tokens=COUNT, **options)
-    expected = [plain.generate(prompt, params).token_ids for prompt in texts]
+    expected = [result.token_ids for result in plain.generate(texts, params)]
     assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
     results = decoder.generate(texts, params)
     assert [result.token_ids for result in results] == expected

@@ -21,11 +21,11 @@ from slipstream.core.session import Session
 from slipstream.models.cpu.quantized_linear import QuantizedLinear
 from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.weights.mtp_tensors import mtp_layers, of_another_form
-from tests.support.markers import mostly_slow, needs_transformers
+from tests.support.markers import mostly_exhaustive, mostly_slow, needs_transformers
 from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
 from tests.support.tiny_models import fast, prompts
 
-COUNT, STEPS = 24, 3
+COUNT, STEPS = 12, 3
 OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 5}}
 CLOSE = dict.fromkeys(LAYOUTS, 1e-5) | {"qwen3_5": 1e-4}  # transformers sums recurrences in another order
 PROMPTS = prompts([3, 17, 40, 5])
@@ -95,6 +95,7 @@ def test_every_draft_is_that_of_the_transcription(kind: str, count: int) -> None
         assert drafted.draft == drafted.logits.argmax(-1).tolist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.each_value
 @over_layouts
 @pytest.mark.parametrize("wrong", [{"shift": 1}, {"swapped": True}], ids=["shift", "order"])
@@ -103,8 +104,9 @@ def test_a_wrong_transcription_is_noticed(kind: str, wrong: dict[str, Any]) -> N
         assert drafted.gap(transcription(kind), **wrong) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "count"), mostly_slow([("qwen3_5", 1), ("glm4_moe", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3))
+    ("kind", "count"), mostly_exhaustive([("qwen3_5", 1), ("glm4_moe", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3))
 )
 def test_rows_from_the_layers_own_outputs_are_computed_again(
     kind: str, count: int, monkeypatch: pytest.MonkeyPatch
@@ -152,7 +154,7 @@ def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> No
 def plain_texts(kind: str, options: str) -> list[list[int]]:
     plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **OPTIONS[options])
-    return [plain.generate(prompt, params).token_ids for prompt in PROMPTS]
+    return [result.token_ids for result in plain.generate(PROMPTS, params)]
 
 
 @pytest.mark.slow
@@ -173,7 +175,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), mostly_slow([("mellum", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3)))
+@pytest.mark.parametrize(("kind", "count"), mostly_exhaustive([("mellum", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3)))
 def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> None:
     """Rows that enter, leave and move to other slots keep their hidden states."""
     texts = prompts([3, 17, 9, 40, 5, 30])
@@ -198,7 +200,7 @@ def test_trees_of_mtp_drafts_change_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", mostly_exhaustive(LAYOUTS, "qwen3_5", "deepseek_v3"))
 def test_layers_that_are_given_the_next_token_are_always_accepted(tmp_path: Path, kind: str) -> None:
     """Negative control: the layers take the hidden state for the token; sampled, since greedy texts soon repeat."""
     greedy, seeded = (SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.8))
@@ -328,6 +330,7 @@ def test_targets_and_settings_that_mtp_layers_cannot_serve_are_refused() -> None
         SpeculativeDecoder(folder, "mtp", draft_dtype="float16")
 
 
+@pytest.mark.slow
 def test_the_user_chooses_the_bits_of_mtp_layers() -> None:
     for draft_dtype, expected in (("int8", True), ("auto", False)):
         decoder = SpeculativeDecoder(str(written("glm4_moe").folder), "mtp", drafter="model", draft_dtype=draft_dtype)

@@ -25,7 +25,7 @@ from slipstream.drafters.model.model_drafter import ModelDrafter
 from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.models.heads.head_files import HeadFiles
 from tests.support.draft_steps import pair_of, same_logits, step_logits
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.tiny_models import prompts, tokenizer
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -96,7 +96,7 @@ def changed(folder: Path, name: str, changes: Mapping[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -126,6 +126,7 @@ def test_other_settings_are_noticed(tmp_path: Path, name: str, changes: dict[str
     assert not all(agreeing(changed(tmp_path / name, name, changes), shorter))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", mostly_slow(HEADS, "eagle3", "dflash"))
 def test_a_text_shifted_by_one_is_noticed(name: str) -> None:
     steps = Steps.of(name)
@@ -133,6 +134,7 @@ def test_a_text_shifted_by_one_is_noticed(name: str) -> None:
     assert not any(agreeing(RECORDED / name, shifted))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CHAINED)
 def test_each_step_depends_on_the_token_drafted_before(name: str) -> None:
     steps = Steps.of(name)
@@ -180,11 +182,11 @@ def test_a_heads_confidence_decides_how_far_it_drafts(tmp_path: Path, bias: floa
     save_file(tensors, folder / "model.safetensors")
     settings: dict[str, Any] = {"tokenizer": tokenizer(), "num_draft_tokens": "auto", "fast": False}
     decoder = SpeculativeDecoder(TARGET, str(folder), drafter="model", **settings)
-    result = decoder.generate(prompts([17])[0], max_tokens=24, ignore_eos=True)
+    result = decoder.generate(prompts([17])[0], max_tokens=12, ignore_eos=True)
     drafted = [round.origin.kinds for round in result.rounds if round.origin.kinds]
     assert drafted and {kind_of_token for kinds in drafted for kind_of_token in kinds} == {kind}
     assert kind or all(len(kinds) == 1 for kinds in drafted)  # a token that is sure to be rejected ends the draft
-    assert result.token_ids == plain().generate(prompts([17])[0], max_tokens=24, ignore_eos=True).token_ids
+    assert result.token_ids == plain().generate(prompts([17])[0], max_tokens=12, ignore_eos=True).token_ids
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def plain() -> SpeculativeDecoder:
 
 @cache
 def plain_texts(options: str) -> list[list[int]]:
-    params = SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
+    params = SamplingParams(max_tokens=12, ignore_eos=True, **OPTIONS[options])
     return [plain().generate(prompt, params).token_ids for prompt in PROMPTS]
 
 
@@ -237,12 +239,15 @@ ALONE = [(name, "model") for name in [*CHAINED, "dflash", "peagle", "eagle3", "e
 WAYS = [*ALONE, ("dspark", "auto"), ("peagle", "auto")]
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("name", "drafter"), mostly_slow(WAYS, ("dspark", "model")))
+@pytest.mark.parametrize(
+    ("name", "drafter"), mostly_exhaustive(WAYS, ("dspark", "model"), ("eagle3", "model"), ("peagle", "auto"))
+)
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(name: str, drafter: str, options: str) -> None:
     decoder = decoder_of(name, drafter=drafter, num_draft_tokens=4 if drafter == "model" else "auto")
-    texts, params = PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True, **OPTIONS[options])
+    texts, params = PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, **OPTIONS[options])
     expected = plain_texts(options)
     assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
     results = decoder.generate(texts, params)
@@ -250,7 +255,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(name: str, draft
     assert drafter == "auto" or all(result.stats.num_draft_tokens for result in results)
 
 
-@pytest.mark.parametrize("name", mostly_slow([*CHAINED, "peagle"], "dspark"))
+@pytest.mark.parametrize("name", mostly_exhaustive([*CHAINED, "peagle"], "dspark"))
 def test_heads_of_another_dtype_than_the_target_draft(tmp_path: Path, name: str) -> None:
     folder = changed(tmp_path / name, name, {})
     tensors = load_file(folder / "model.safetensors")
@@ -266,7 +271,7 @@ def test_heads_of_another_dtype_than_the_target_draft(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow([*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"], "dspark", "eagle3")
+    "name", mostly_exhaustive([*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"], "dspark", "eagle3")
 )
 def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
     """Two tokens are favored, so that some drafts are accepted."""
@@ -286,7 +291,9 @@ def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "acceptance"),
-    mostly_slow([*((name, "block") for name in [*CHAINED, "peagle"]), ("dspark", "rejection")], ("dspark", "block")),
+    mostly_exhaustive(
+        [*((name, "block") for name in [*CHAINED, "peagle"]), ("dspark", "rejection")], ("dspark", "block")
+    ),
 )
 def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
     monkeypatch: pytest.MonkeyPatch, name: str, acceptance: str
@@ -302,7 +309,7 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
         return draft
 
     monkeypatch.setattr(ModelDrafter, "propose", propose)
-    params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
     decoder_of(name, acceptance=acceptance).generate(prompts([17])[0], params)
     assert len(differences) > 4 and max(differences) < 1e-5
 

@@ -38,6 +38,7 @@ def decoder_of(model_type: str) -> SpeculativeDecoder:
 TEXTS = QueuedTexts(decoder_of)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
 @pytest.mark.parametrize("model_type", [*mostly_slow(HYBRIDS[:4], "olmo_hybrid"), *mostly_exhaustive(HYBRIDS[4:])])
@@ -76,6 +77,7 @@ def of_another_row(original: StateAt) -> StateAt:
     return at
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrong", mostly_slow([not_restored, lacks_a_token, of_another_row], lacks_a_token))
 def test_a_wrong_state_is_noticed(wrong: Callable[[StateAt], StateAt], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = TEXTS.expected("olmo_hybrid")

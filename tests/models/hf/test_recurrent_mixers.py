@@ -129,6 +129,7 @@ def of_another_row(original: Run) -> Run:
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrong", mostly_slow([not_restored, restored_a_token_late, of_another_row], not_restored))
 def test_a_wrong_state_is_noticed(wrong: Callable[[Run], Run], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = QueuedTexts(lambda name: decoder_of(name, reproducible=False))
@@ -137,6 +138,7 @@ def test_a_wrong_state_is_noticed(wrong: Callable[[Run], Run], monkeypatch: pyte
     assert texts.drafted("qwen3_5_text", None) != expected
 
 
+@pytest.mark.exhaustive
 def test_padding_that_enters_a_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of unequal length share a rectangle; padding of the shorter ones must not enter their states."""
     decoder = decoder_of("qwen3_5_text", reproducible=False)

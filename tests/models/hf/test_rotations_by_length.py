@@ -65,6 +65,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Any, list[list[int]], list[lis
     return model, texts, [reference(untouched, prompt, COUNT) for prompt in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("drafter", mostly_slow(["none", "ngram", "model", "right", "wrong"], "none", "wrong"))
 def test_texts_are_those_of_generate_together_and_alone(drafter: str, case: Any) -> None:

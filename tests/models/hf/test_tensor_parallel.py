@@ -29,7 +29,9 @@ pytestmark = pytest.mark.slow
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 TEXTS = """
 import json, sys, torch
+from slipstream.reproducibility import calibration, shape_trials
 torch.set_num_threads(1)
+calibration.MOST_TURNS, shape_trials.LONGEST = 3, shape_trials.LENGTH
 from slipstream import SamplingParams, SpeculativeDecoder
 options = {"dtype": "float32", "load_options": {"tp_plan": "auto"}, "acceptance": "match"} | json.loads(sys.argv[3])
 decoder = SpeculativeDecoder(sys.argv[1], sys.argv[4] if len(sys.argv) > 4 else None, **options)
@@ -193,12 +195,18 @@ def test_each_rank_refuses_uneven_heads_in_one_line(run_on_ranks: Any) -> None:
         assert "allowed: 1, 3" in rank.err and "Traceback" not in rank.err
 
 
-def test_drafts_change_no_text_over_two_ranks(folders: Any, tmp_path: Path) -> None:
-    target, draft = folders
-    finished = by_torchrun(tmp_path, 2, TEXTS, target, 20, "{}", draft)
-    assert finished.returncode == 0, finished.stderr
-    texts = texts_of(finished.stdout)
-    assert [len(text) for text in texts["plain"]] == [20, 20, 20]
+@pytest.mark.parametrize("launcher", ["forks", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
+def test_drafts_change_no_text_over_two_ranks(folders: Any, run_on_ranks: Any, launcher: str, tmp_path: Path) -> None:
+    arguments = (TEXTS, folders[0], 12, "{}", folders[1])
+    if launcher == "torchrun":
+        finished = by_torchrun(tmp_path, 2, *arguments)
+        assert finished.returncode == 0, finished.stderr
+        texts = texts_of(finished.stdout)
+    else:
+        ranks = run_on_ranks(2, *arguments)
+        assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
+        texts = texts_of(ranks[0].out)
+    assert [len(text) for text in texts["plain"]] == [12, 12, 12]
     for name in ("suffix", "model@4"):
         assert texts[name] == texts["plain"], name
     assert texts["suffix accepted"] + texts["model@4 accepted"] > 0

@@ -24,7 +24,7 @@ from tests.support.tiny_models import byte_tokenizer
 from tests.support.vision_models import MARKS, asked, picture, png, reference_inputs, vision_folder
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
-COUNT = 12
+COUNT = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 FIRST, SECOND = picture(1), picture(2, 61, 33)
 # of one image, of two, without, with another image among the same tokens, and with one at the very end
@@ -82,6 +82,7 @@ def test_every_family_is_tested() -> None:
     assert {alike.get(kind, kind) for kind in FAMILIES} == MARKS.keys()
 
 
+@pytest.mark.slow
 @over_families
 def test_prompts_and_texts_are_those_of_transformers(kind: str, folders: Any, decoder_of: Any) -> None:
     folder, decoder = folders(kind, torch.float32), decoder_of(kind)
@@ -98,6 +99,8 @@ def test_prompts_and_texts_are_those_of_transformers(kind: str, folders: Any, de
         assert [entry.logprob for entry in result.logprobs] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.pairwise
 @over_families
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -138,6 +141,7 @@ def test_the_prefix_cache_knows_pixels(kind: str, decoder_of: Any) -> None:
     assert warm == decoder.generate(later, GREEDY).token_ids
 
 
+@pytest.mark.slow
 def test_a_draft_model_reads_the_tokens_alone(folders: Any) -> None:
     folder = str(folders("llava", torch.float32))
     target = SpeculativeDecoder(folder, folder, device="cpu", drafter="model", num_draft_tokens=3)

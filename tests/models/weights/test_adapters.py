@@ -160,6 +160,7 @@ CHANGED_LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED_LAYERS)
 def test_a_merged_adapter_gives_the_text_that_peft_gives(name: str, tmp_path: Path) -> None:
     place, adapted = adapter(tmp_path, **CHANGED_LAYERS[name])

@@ -18,6 +18,7 @@ from slipstream.models.weights.default_model import embedded_model
 gguf = pytest.importorskip("gguf")
 pytestmark = [
     pytest.mark.smollm2,
+    pytest.mark.exhaustive,
     pytest.mark.slow,
     pytest.mark.skipif(
         shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"

@@ -61,6 +61,7 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
 unreachable = pytest.mark.parametrize("served", [CLOSES], indirect=True)
 
 
+@pytest.mark.slow
 @unreachable
 @pytest.mark.parametrize(
     "arguments",

@@ -106,6 +106,7 @@ def test_mapped_panels_give_the_same_bits_and_the_second_start_writes_nothing(
     assert caplog.text.count("more than the 0.0 GB of memory: it is read from the disk again and again") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind", [("qwen3moe", "Q4_K"), ("gpt-oss", "Q8_0"), ("olmoe", "Q4_0")])
 def test_experts_that_are_packed_when_they_are_used_give_the_same_bits(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: None

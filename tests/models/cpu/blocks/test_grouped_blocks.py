@@ -196,7 +196,7 @@ def test_products_are_right_and_have_the_same_bits_at_every_width(activations: s
         assert torch.equal(linear(TOKENS[-width:]), whole[-width:]), width
 
 
-@pytest.mark.slow  # compiles kernels for all instruction sets
+@pytest.mark.exhaustive  # compiles kernels for all instruction sets
 @pytest.mark.parametrize("activations", ["int8", "int15"])
 def test_all_instruction_sets_give_the_same_bits(activations: str) -> None:
     expected_bits = mixed("plain", activations)[0](TOKENS[:13])

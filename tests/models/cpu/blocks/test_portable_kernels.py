@@ -34,6 +34,7 @@ BLOCKS, BFLOAT16 = (block_recipe, "exercise.c", SOURCES / "blocks"), (bfloat16_r
 Kernels = tuple[Callable[[str], Recipe], str, Path]
 EMULATED = Path(__file__).with_name("emulated_tiles.h")
 OF_PAIRS = ("amx", "avx512bf16")  # these multiply pairs of bfloat16 numbers
+NAMES = {BLOCKS: tuple(NEEDED), BFLOAT16: tuple(name for name in VARIANTS if name not in OF_PAIRS)}
 of_both = pytest.mark.parametrize("kernels", [BLOCKS, BFLOAT16], ids=["blocks", "bfloat16"])
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
 
@@ -51,14 +52,13 @@ def program(command: list[str], sources: tuple[Path, ...], *linked: str) -> Path
     return program_file
 
 
-def checksums_of(kernels: Kernels, isa: str) -> str:
+def checksums_of(kernels: Kernels, isa: str, optimization: str = "-O3") -> str:
     """What the driver prints: a checksum of every result."""
     recipe_of, driver, headers = kernels
     is_arm = isa == "neon"
     compiler = CROSS if is_arm else "gcc"
     recipe = recipe_of(isa)
-    if is_arm:  # used by this test alone, so compile it fast
-        recipe = replace(recipe, flags=("-Og", *recipe.flags[1:]))
+    recipe = replace(recipe, flags=(optimization, *recipe.flags[1:]))
     (cache_folder() / "kernels").mkdir(mode=0o700, parents=True, exist_ok=True)
     library = built(cache_folder() / "kernels", {"CC": compiler}, recipe)
     program_file = program(
@@ -76,27 +76,34 @@ def files_of(recipe: Recipe, driver: str) -> tuple[Path, ...]:
 
 @cache
 def specification(kernels: Kernels) -> str:
-    return checksums_of(kernels, "plain")
+    return checksums_of(kernels, "plain", "-O1")
 
 
 def others(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if name != "plain" and set(NEEDED[name]) <= processor().flags]
 
 
+@pytest.mark.exhaustive
 @of_both
 def test_arm_gives_the_bits_of_plain_c(kernels: Kernels) -> None:
     if missing := [name for name in (CROSS, EMULATOR[0]) if shutil.which(name) is None]:
         pytest.skip(f"needs {missing[0]}")
-    assert checksums_of(kernels, "neon") == specification(kernels)
+    assert checksums_of(kernels, "neon", "-O1") == specification(kernels)
 
 
+def test_the_best_kernels_for_bfloat16_give_the_bits_of_plain_c() -> None:
+    """test_block_linear.py compares the best ones for blocks."""
+    assert checksums_of(BFLOAT16, others(NAMES[BFLOAT16])[0], "-O1") == specification(BFLOAT16)
+
+
+@pytest.mark.exhaustive
 @of_both
 def test_this_machines_instruction_sets_give_the_bits_of_plain_c(kernels: Kernels) -> None:
-    names = tuple(NEEDED) if kernels is BLOCKS else tuple(name for name in VARIANTS if name not in OF_PAIRS)
-    for isa in others(names):
+    for isa in others(NAMES[kernels]):
         assert checksums_of(kernels, isa) == specification(kernels), isa
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", OF_PAIRS)
 def test_kernels_that_round_differently_are_noticed(variant: str) -> None:
     if missing := set(VARIANTS[variant]) - processor().flags:
@@ -104,6 +111,7 @@ def test_kernels_that_round_differently_are_noticed(variant: str) -> None:
     assert checksums_of(BFLOAT16, variant) != specification(BFLOAT16)
 
 
+@pytest.mark.exhaustive
 @of_both
 def test_kernels_for_tiles_give_the_same_bits_on_emulated_tiles(kernels: Kernels) -> None:
     """Runs the kernels for AMX on emulated tiles and compares them with the processor's own tiles, if it has any."""
