@@ -167,7 +167,7 @@ def test_a_storm_fires_the_alerts_that_it_should(tmp_path: Path) -> None:
     for (name, *labels), value in after.items():
         written = ", ".join([server_labels, *(f'{label}="{held}"' for label, held in labels)])
         start = before.get((name, *labels), 0.0)
-        series.append({"series": f"{name}{{{written}}}", "values": f"{start}+{(value - start) / 20}x20"})
+        series.append({"series": f"{name}{{{written}}}", "values": f"{start:f}{(value - start) / 20:+f}x20"})
 
     def fired(rule: dict[str, Any], minute: int, **labels: str) -> dict[str, Any]:
         labels = {"instance": "a:1"} | labels | rule["labels"]
