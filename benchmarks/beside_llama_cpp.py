@@ -77,24 +77,25 @@ def main(
     file, _ = gguf_file(target, "this command"), bindings("this command")
     engines = [Engine("slipstream", "slipstream", str(file)), Engine(LLAMA, LLAMA, str(file))]
     engines += [] if beside is None else [Engine(beside, "slipstream", beside)]
-    requests = [*(f"tokens {width}" for width in numbers("--widths", widths)), f"prompt {prompt}"]
+    forwards, prompts = [f"tokens {width}" for width in numbers("--widths", widths)], [f"prompt {prompt}"]
     large = torch.ones(FLOATS)
     times, bandwidth = {}, list[float]()
     with ExitStack() as stack:
         workers = [stack.enter_context(Child(engine.name, engine.command(str(context)))) for engine in engines]
-        for turn in range(turns + 1):
-            for request in requests:
-                for worker in workers:
-                    milliseconds = worker.ask(request)
-                    if turn:  # the first turn warms up
-                        times.setdefault((worker.name, request), []).append(milliseconds)
-            bandwidth.append(_bandwidth(large))
+        for requests in forwards, prompts:  # a prompt takes the place of the context
+            for turn in range(turns + 1):
+                for request in requests:
+                    for worker in workers:
+                        milliseconds = worker.ask(request)
+                        if turn:  # the first turn warms up
+                            times.setdefault((worker.name, request), []).append(milliseconds)
+                bandwidth.append(_bandwidth(large))
         del large
         memory = {worker.name: worker.ask("memory") for worker in workers}
     medians = {key: median(values) for key, values in times.items()}
     console.print(f"{file.name}: {file.stat().st_size / 1e6:.0f} MB, {torch.get_num_threads()} threads")
     console.print(f"memory bandwidth: {median(bandwidth):.1f} GB/s, at most {max(bandwidth):.1f}")
-    console.print(_forwards([engine.name for engine in engines], requests, medians))
+    console.print(_forwards([engine.name for engine in engines], forwards + prompts, medians))
     starts = {engine.name: [engine.cold_start() for _ in range(cold + 1)][1:] for engine in engines} if cold else {}
     console.print(_processes([engine.name for engine in engines], memory, starts))
     by_name = {f"{name}, {request}": values for (name, request), values in times.items()}
