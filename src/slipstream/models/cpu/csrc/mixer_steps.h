@@ -77,8 +77,8 @@ static void mix(const layer_type *layer, const cache_type *memory, const number 
     for_each(tokens, tokens > FEW, gate_outputs, &mixing);
 }
 
-/* Of a layer with gates, or whose keys are its values, too: copies queries, keys and values to where attention finds them.
- */
+/* Of a layer with gates, or whose keys are its values, too: copies queries, keys and values to where attention finds
+ * them. */
 static void part_heads(int64_t t, void *given) {
     const struct mixing *of = given;
     const layer_type *layer = of->layer;

@@ -42,13 +42,13 @@ struct norm {
 
 /* The numbers and switches of a layer; see `LayerPlan` of plan.py. heads: query heads; key_heads each of keys and values
  * follow them. rotated: how many of the numbers of a head are. The gate's activation is
- * x / (1 + exp(-(slope * x + cubic * x^3))): SiLU, or GELU by its tanh formula; if `squares`, max(x, 0)^2. mixer: what mixes the tokens in place of
- * attention; NULL in most layers. `qkv` computes all that it takes, `out` takes what it gives. scale: a factor of what
- * leaves the layer. shares_values: keys, as they are before their norm, are the values, too. reuses_keys: the layer has
- * queries only, and attends to keys and values that an earlier one has written. input_size: how many numbers a second
- * embedding gives the layer for each token; 0: there is none. parts_pairs: numbers that were rotated in pairs stand in two
- * halves afterwards. rotates_first: heads are rotated before their norms. gate_size: how many gates each head has after all
- * values: one for each of its numbers, or 1; 0: none. */
+ * x / (1 + exp(-(slope * x + cubic * x^3))): SiLU, or GELU by its tanh formula; if `squares`, max(x, 0)^2. mixer: what
+ * mixes the tokens in place of attention; NULL in most layers. `qkv` computes all that it takes, `out` takes what it gives.
+ * scale: a factor of what leaves the layer. shares_values: keys, as they are before their norm, are the values, too.
+ * reuses_keys: the layer has queries only, and attends to keys and values that an earlier one has written. input_size: how
+ * many numbers a second embedding gives the layer for each token; 0: there is none. parts_pairs: numbers that were rotated
+ * in pairs stand in two halves afterwards. rotates_first: heads are rotated before their norms. gate_size: how many gates
+ * each head has after all values: one for each of its numbers, or 1; 0: none. */
 #define LAYER_NUMBERS                                                                                   \
     int64_t hidden, inner, heads, key_heads, size, rotated, input_size, gate_size;                      \
     float slope, cubic, residual, soft_cap, scale;                                                      \
