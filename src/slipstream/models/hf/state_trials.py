@@ -26,6 +26,7 @@ CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # largest `difference` of lo
 # in half precision, and where activations are rounded to integers; forwards of SmolLM2 that are cut in two differ by up
 # to 0.08, a wrong mask by 1
 CLOSE_ELSE = 0.3
+CLOSE_STEPS = 0.1  # the same of a forward of several tokens and of each; one that is wrongly doubted only costs speed
 RULED_OUT = -1e30  # models give tokens that they must not choose -inf, or the lowest number of their type
 # what a model's own code raises on inputs that it does not take
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
@@ -52,7 +53,8 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
             reason = "its cached forward gives other logits than its uncached one"
             raise UsageError(f"model {name} is not supported: {reason}")
         steps, several = _after_noise(backend, ids, _steps), _after_noise(backend, ids, _several)
-        backend.takes_several_tokens = backend.takes_several_tokens and _agree(steps, several)
+        close = CLOSE.get(steps.dtype, CLOSE_STEPS)
+        backend.takes_several_tokens = backend.takes_several_tokens and _agree(steps, several, close)
         if not backend.takes_several_tokens:
             warn_slower(f"{name} reads drafts token by token: a forward of several gives other logits than of each")
         elif prepares_inputs_differently(model):  # for several tokens it may prepare other things than for each alone
