@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
+from slipstream.tokenization.file_tokenizer import FileTokenizer
 
 DOCS = Path(__file__).parents[1] / "docs"
 CLUSTERED, HELD_OUT = ("architecture.md", "speed.md", "drafters.md"), ("planner.md", "quantized.md")
@@ -55,9 +56,10 @@ def main() -> None:
     inputs = feed_forward_inputs(dense, ids_of(tokenizer, CLUSTERED))
     model = upcycled(dense, inputs, arguments)
     model.bfloat16().save_pretrained(arguments.folder)
-    tokenizer.inner.save_pretrained(arguments.folder)
+    written, folder = tokenizer.inner, Path(arguments.folder)
+    written.save(folder) if isinstance(written, FileTokenizer) else written.save_pretrained(folder)
     if arguments.gguf:
-        write_gguf(model.float(), Path(arguments.folder) / "model.gguf", tokenizer.inner)
+        write_gguf(model.float(), folder / "model.gguf", written)
     print(json.dumps(measured(dense, str(arguments.folder), ids_of(tokenizer, HELD_OUT), arguments)))
 
 
