@@ -301,6 +301,7 @@ HARMONY = {"<|return|>": 3, "<|call|>": 3, "<|end|>": 3}
         ({"<eos>": 3, "</s>": 4}, {"eos": "<eos>"}, None, {"<eos>"}),  # a whole token, but one of HTML
         ({"<eos>": 3, "</s>": 3}, {"eos": "<eos>"}, None, {"<eos>", "</s>"}),
         ({"<eos>": 3, "<|tool_response>": 4}, {"eos": "<eos>"}, None, {"<eos>", "<|tool_response>"}),  # Gemma 4's
+        ({"<eos>": 3, "<|im_end|>": 1}, {"eos": "<eos>"}, None, {"<eos>", "<|im_end|>"}),  # of files made carelessly
     ],
 )
 def test_answers_end_at_every_token_that_ends_a_turn(
@@ -309,6 +310,7 @@ def test_answers_end_at_every_token_that_ends_a_turn(
     info = info_of(tmp_path, byte_level("smollm", added, **ids), template=template)
     assert isinstance(info.tokenizer, HFTokenizer)
     assert set(spelled(info.tokenizer, info.end_ids)) == ends
+    assert info.tokenizer.decode(info.end_ids) == ""  # no answer shows them
     assert info.tokenizer.inner.special_tokens_map["eos_token"] == ids["eos"]
 
 

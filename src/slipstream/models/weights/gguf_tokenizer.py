@@ -208,7 +208,8 @@ SPLITS: dict[str, Split] = {
     "superbpe": Split((ANY, r"(?=(\d{3})+(?!\d))")),
 }
 
-# texts of tokens that end an answer or a turn in the vocabularies that have them
+# texts of tokens that end an answer or a turn in the vocabularies that have them; those with a bar are special whatever
+# a file says, as llama.cpp takes them
 ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
     *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<eos>"),
@@ -225,7 +226,12 @@ def read_tokenizer(header: GGUFHeader) -> FileTokenizer | None:
         raise header.wrong(f"tokenizer.ggml.model is {str(kind)[:MAX_SHOWN]!r}", ", ".join(KINDS))
     tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(header.array("tokenizer.ggml.tokens"))]
     types = header.array("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-    unsplit = {text: kind for text, kind in zip(tokens, types, strict=False) if kind in (CONTROL, USER_DEFINED)}
+    marks = {text for text in ENDS if "|" in text}
+    unsplit = {
+        text: CONTROL if text in marks else kind
+        for text, kind in zip(tokens, types, strict=False)
+        if kind in (CONTROL, USER_DEFINED) or text in marks
+    }
     split = _split(header) if kind == "gpt2" else None
     if header.architecture.startswith("gemma"):  # whose files spell runs of spaces as they are
         tokens = [SPACE * len(text) if " " in text and not text.strip() else text for text in tokens]
@@ -391,9 +397,8 @@ def _end_ids(header: GGUFHeader, tokenizer: FileTokenizer) -> Any:
 
     Returns one id, a list of several, or None.
     """
-    # Gemma's vocabulary has HTML's </s> as an ordinary token, which a user's text may contain; its marks have a bar
-    added = tokenizer.added_tokens_decoder.items()
-    special = {token.content: number for number, token in added if token.special or "|" in token.content}
+    # special tokens only: Gemma's vocabulary has HTML's </s> as an ordinary token, which a user's text may contain
+    special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = [_token_id(header, name, len(tokenizer)) for name in ("eos", "eot", "eom")]
     ids += [special[text] for text in (*ENDS, *_turn_end(tokenizer, special)) if text in special]
     names = special.keys()
