@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import shutil
 import unicodedata
 from collections.abc import Callable, Iterable
@@ -277,6 +278,39 @@ def test_texts_have_the_tokens_that_llama_cpp_expects(name: str) -> None:
         and (ids := tokenizer(text, add_special_tokens=False)["input_ids"]) != [int(number) for number in line.split()]
     }
     assert len(texts) > 40 and not wrong
+
+
+# without Unicode's own spaces: llama.cpp takes some of them for letters where the models' tokenizers do not
+SCRIPTS = (
+    *("don't", "I'M", "we'Ve", "Hello", "camelCase", "naïve", "1", "123", "12345", "½", "Ⅳ", "४५", " ", "  ", "\t"),
+    *("\n", "\n\n", "\r\n", ".", "...", "->", "//", "(x)", "#", "_", '"', "«", "、", "日本語", "かな", "한국어"),
+    *("привет", "Ελλάδα", "שלום", "مرحبا", "ไทย", "हिन्दी", "é", "🙂", "👩\u200d👧", "ǅ", "№", "\ufeff"),
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", (*VOCABULARIES, "aquila", "baichuan", "gpt-neox"))
+def test_random_texts_have_the_tokens_that_llama_cpp_gives_them(name: str) -> None:
+    """Special tokens among them, which a chat template would write."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
+    file = FETCHED / f"ggml-vocab-{name}.gguf"
+    if not file.is_file():
+        pytest.skip("needs .clients/chat_templates: make clients")
+    tokenizer = read_tokenizer(read_header(file))
+    assert tokenizer is not None
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    draw = random.Random(0)
+    parts = [*SCRIPTS, *sorted(special)[:20]]
+    texts = ["".join(draw.choices(parts, k=draw.randrange(1, 14))) for _ in range(700)]
+    reference = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    wrong = [
+        text
+        for text in texts
+        if unicodedata.is_normalized("NFC", text)  # llama.cpp does not compose characters
+        and tokenizer(text, add_special_tokens=False)["input_ids"]
+        != reference.tokenize(text.encode(), add_bos=False, special=True)
+    ]
+    assert not wrong
 
 
 def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path) -> None:
