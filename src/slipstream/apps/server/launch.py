@@ -180,7 +180,7 @@ def serve(
     if server.force_exit and server.models is not None:
         server.models.close(FORCED_SECONDS)
     if server.models is not None and server.models.thread.is_alive:
-        log.info("the end does not wait for a model that is being loaded or read")
+        log.info("ending without waiting for the model that is being loaded or computes")
         os._exit(130 if server.force_exit else 0)  # when Python ends, a thread within PyTorch aborts the process
     if server.force_exit:
         raise KeyboardInterrupt

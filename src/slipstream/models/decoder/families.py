@@ -559,13 +559,13 @@ def dots1(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("hy_v3", fields=f"{EXPERTS} mlp_layer_types num_shared_experts router_scaling_factor enable_moe_fp32_combine")
 def hy_v3(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Qwen 3 with experts in the layers that are named."""
+    """Hunyuan 3: Qwen 3 with experts in the layers that `mlp_layer_types` calls sparse."""
     return _with_experts(config, qwen3(config, plan), _sparse(config))
 
 
 @family("mellum", fields=f"{EXPERTS} mlp_layer_types num_mtp_layers num_nextn_predict_layers")
 def mellum(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """The same; rotations differ by the kind of layer."""
+    """As Hunyuan 3, with a rotation for each kind of layer."""
     return hy_v3(config, plan)
 
 
@@ -574,7 +574,7 @@ def mellum(config: Any, plan: DecoderPlan) -> DecoderPlan:
     fields=f"{GROUPED_EXPERTS} mlp_layer_types num_shared_experts first_k_dense_replace sliding_window_pattern",
 )
 def exaone_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """EXAONE 4 with norms where Qwen 3 has them, and experts in the layers that are named."""
+    """EXAONE 4 with norms where Qwen 3 has them, and experts in the layers that `mlp_layer_types` calls sparse."""
     return hy_v3(config, _rotating_in_windows(config, plan))
 
 
@@ -621,7 +621,7 @@ def youtu(config: Any, plan: DecoderPlan) -> DecoderPlan:
     fields=f"{LATENT} first_k_dense_replace mlp_layer_types rope_interleave num_nextn_predict_layers num_mtp_layers",
 )
 def deepseek_v3(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Youtu with experts in the layers that are named, or behind some dense layers."""
+    """Youtu with experts in the layers that `mlp_layer_types` calls sparse, or in all after some dense ones."""
     dense = getattr(config, "first_k_dense_replace", None) or 0
     is_named = getattr(config, "mlp_layer_types", None)
     return _with_experts(config, youtu(config, plan), _sparse(config) if is_named else range(dense, len(plan.layers)))
