@@ -119,7 +119,7 @@ class Session(DraftScorer):
 
     def holds(self, row: Row) -> bool:
         """True if any token of this row is cached."""
-        return any(state.row is row and state.base > 0 for state in self.slot_states)
+        return any(state.row is row and state.base > 0 for state in self.table.states)
 
     def move_to_slots(self, rows: Sequence[Row]) -> None:
         """Move what is cached of rows of a batch to their slots, before other rows take the slots they had."""

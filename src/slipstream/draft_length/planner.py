@@ -181,7 +181,7 @@ class Planner:
         if self.is_plain and not any(row.prediction for row in rows):
             return
         rows = [row for row in rows if row.rounds]
-        drafted = [row for row in rows if self._is_of_model(row.rounds[-1])]
+        drafted = {row for row in rows if self._is_of_model(row.rounds[-1])}
         new = [row for row in drafted if self.reads and row not in self._read]
         self.costs.learn(
             [row for row in rows if row.finish_reason is None],
@@ -190,7 +190,7 @@ class Planner:
         self._read.update(new)
         self._learn_search(rows)
         for row in rows:
-            self._learn(row)
+            self._learn(row, is_of_model=row in drafted)
 
     def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
         """The most tokens that can pay; `worth_verifying` cuts drafts to those that do."""
@@ -319,20 +319,25 @@ class Planner:
 
     def _searches(self, rows: Sequence[Row]) -> bool:
         """True if looking for retrieval drafts saves more time than it takes, or is due."""
-        is_due = any(self._plan_of(row).retrieval.is_due for row in rows)
-        return is_due or self._saved_seconds is None or self._saved_seconds > self._search_seconds
+        if self._saved_seconds is None or self._saved_seconds > self._search_seconds:
+            return True
+        return any(self._plan_of(row).retrieval.is_due for row in rows)
 
     def _token_seconds(self, count: int) -> float:
         """Seconds per token of this many rows without drafts, which is what one more accepted token saves."""
         return self.costs.verify(count, 0) / count
 
-    def _learn(self, row: Row) -> None:
+    def _learn(self, row: Row, *, is_of_model: bool) -> None:
         newest, plan = row.rounds[-1], self._rows.setdefault(row, RowPlan(share_left=self._share_left))
-        is_of_model, accepted = self._is_of_model(newest), newest.without_forced.num_accepted_tokens
+        unforced = newest.without_forced
+        accepted = unforced.num_accepted_tokens
         if is_of_model:
             self.model_drafts.learn(row)
         elif newest.origin.source != PREDICTION:
-            self._learn_retrieval(row, plan)
+            if newest.origin.acceptance_probs is None and unforced.draft:
+                self._positions.learn(row, unforced, len(unforced.chain))
+            has_searched = newest.origin.source == RETRIEVAL or bool(unforced.draft)
+            plan.retrieval.observe(drafted=has_searched, accepted=accepted)
         plan.model.observe(drafted=is_of_model, accepted=accepted)
         if self.has_model and not self.only_model:
             is_left = is_of_model or accepted < self.model_drafts.of(row).accepted
@@ -346,20 +351,13 @@ class Planner:
         self.model_drafts.relax()
         self._unread_seconds += newest.seconds.total
 
-    def _learn_retrieval(self, row: Row, plan: RowPlan) -> None:
-        newest = row.rounds[-1].without_forced
-        drafted = len(newest.draft)
-        if newest.origin.acceptance_probs is None and drafted:
-            self._positions.learn(row, newest, len(newest.chain))
-        searched = newest.origin.source == RETRIEVAL
-        plan.retrieval.observe(drafted=searched or drafted > 0, accepted=newest.num_accepted_tokens)
-
     def _learn_search(self, rows: Sequence[Row]) -> None:
         """Learn what the newest round's search for retrieval drafts took, and what its drafts saved."""
-        rounds = [row.rounds[-1].without_forced for row in rows]
+        rounds = [row.rounds[-1] for row in rows]
         # with steps of a draft model, the seconds are theirs as well
         if not any(round.origin.source == RETRIEVAL for round in rounds) or rounds[0].num_draft_steps:
             return
+        rounds = [round.without_forced for round in rounds]
         count, drafted = rounds[0].num_rows, [len(round.draft) for round in rounds]
         accepted = [round.num_accepted_tokens for round in rounds]
         tokens = sum(

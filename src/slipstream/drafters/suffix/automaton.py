@@ -96,7 +96,7 @@ class SuffixAutomaton:
                     link[new] = self._of_length(state, token, target)
             # count it after its context and all suffixes of that; neighbors whose results are one state count once
             state, counted = self._tip, -1
-            self._tip = targets[state] if usual[state] == token else branches[state][token]
+            tip = targets[state] if usual[state] == token else branches[state][token]
             while state >= 0:
                 target = targets[state] if usual[state] == token else branches[state][token]
                 if target != counted:
@@ -107,7 +107,9 @@ class SuffixAutomaton:
                 state = link[state]
             count[0] += 1
             self._tip_length = min(self._tip_length + 1, LIMIT)
-            self._tip = self._holding(self._tip, self._tip_length)
+            while tip and length[link[tip]] >= self._tip_length:  # as `_holding`
+                tip = link[tip]
+            self._tip = tip
             self.num_tokens += 1
 
     def find(self, tokens: Sequence[int], start: Match = NOTHING) -> Match:
