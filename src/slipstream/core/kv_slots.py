@@ -191,8 +191,9 @@ class SlotTable:
 
     def is_far_behind(self, slot: int, row: Row) -> bool:
         """True if a slot lacks so many of a row's tokens that they are read in forwards of their own first."""
-        base, blocks = self.states[slot].base, self.blocks(row)
-        return base == 0 or len(row.tokens) - base > CATCH_UP or (bool(blocks) and base < blocks[-1][1])
+        base = self.states[slot].base
+        lacks_image = row.images is not None and any(base < end for _, end in self.blocks(row))
+        return base == 0 or len(row.tokens) - base > CATCH_UP or lacks_image
 
     def blocks(self, row: Row) -> tuple[tuple[int, int], ...]:
         """The images of a row whose tokens the model reads in one forward each."""

@@ -309,13 +309,13 @@ class RowOutcome:
         if verdict.path is not None:
             parts.append(verdict.path)
         table: list[list[int]] = torch.cat(parts, dim=1).tolist()
-        outcomes, width = [], draft.width
+        outcomes = []
         for row, (line, length, origin) in enumerate(zip(table, draft.lengths, draft.records, strict=True)):
             num_accepted, next_token, tokens = line[0], line[1], tuple(line[2 : 2 + length])
             if draft.parents is None:
                 accepted, is_cut, parents, path = tokens[:num_accepted], num_accepted < length, None, None
             else:
-                parents, path = draft.parents[row], tuple(line[2 + width : 2 + width + num_accepted])
+                parents, path = draft.parents[row], tuple(line[2 + draft.width :][:num_accepted])
                 accepted = tuple(tokens[node] for node in path)
                 is_cut = (path[-1] if path else -1) in parents
             outcomes.append(RowOutcome(tokens, accepted, next_token, is_cut, origin, parents, path))

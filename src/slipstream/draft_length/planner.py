@@ -74,6 +74,8 @@ class Worth(NamedTuple):
         probs: each token's probability of being accepted; depths: number of draft tokens before it in the text.
         common: tokens that all rows gain, which put no row ahead.
         """
+        if not self.if_last:
+            return list(accumulate((self.base * prob for prob in probs), min))
         worths = (self.of(max(0.0, depth + 1 - common)) for depth in depths)
         return list(accumulate(map(mul, worths, probs), min))
 
@@ -196,7 +198,7 @@ class Planner:
         """The most tokens that can pay; `worth_verifying` cuts drafts to those that do."""
         longest = min(self.longest, max(IN_BATCH, self.longest // max(len(rows), 1)))
         if source.takes_forwards:
-            offers = [origin.acceptance_probs or () for origin in draft.records]
+            offers = [probs or () for probs in draft.acceptance_probs]
             chosen = self.model_lengths(rows, offers, [min(longest, self.room, n) for n in room])
         else:
             is_asked = source.of_predictions or self._searches(rows)

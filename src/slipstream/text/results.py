@@ -131,10 +131,11 @@ class Stats:
         longer = round.num_accepted_tokens + 1 - len(self.accepted_lengths)
         self.accepted_lengths.extend([0] * longer)
         self.accepted_lengths[round.num_accepted_tokens] += 1
-        longer = round.num_levels - len(self.drafted_per_position)
+        num_levels = round.num_levels
+        longer = num_levels - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * longer)
         self.accepted_per_position.extend([0] * longer)
-        for position in range(round.num_levels):
+        for position in range(num_levels):
             self.drafted_per_position[position] += 1
             self.accepted_per_position[position] += position < round.num_accepted_tokens
 
