@@ -274,10 +274,13 @@ class Planner:
             len(rows) + accepted_uncut,
             even=self.costs.even,
         )
-        lengths = [
-            n if probs is None else min(n, self._length_or_trial(row, draft, i, length))
-            for i, (row, n, probs, length) in enumerate(zip(rows, draft.lengths, offers, chosen, strict=True))
-        ]
+        lengths = list(draft.lengths)
+        for i, (row, origin, probs, length) in enumerate(zip(rows, draft.records, offers, chosen, strict=True)):
+            if probs is None:
+                continue
+            if not length and origin.acceptance_probs is None and self._plan_of(row).retrieval.is_due:
+                length = IN_BATCH  # a trial of drafts that are judged by position alone
+            lengths[i] = min(lengths[i], length)
         return draft.cut(lengths)
 
     @property
@@ -313,21 +316,11 @@ class Planner:
             offers.append(probs if row.params.num_draft_tokens is None else None)
         return offers
 
-    def _length_or_trial(self, row: Row, draft: Draft, index: int, chosen: int) -> int:
-        """The chosen length; if it is 0 and a trial is due, a trial's length. For drafts judged by position alone."""
-        if chosen or draft.records[index].acceptance_probs is not None or not self._plan_of(row).retrieval.is_due:
-            return chosen
-        return IN_BATCH
-
     def _searches(self, rows: Sequence[Row]) -> bool:
         """True if looking for retrieval drafts saves more time than it takes, or is due."""
         if self._saved_seconds is None or self._saved_seconds > self._search_seconds:
             return True
         return any(self._plan_of(row).retrieval.is_due for row in rows)
-
-    def _token_seconds(self, count: int) -> float:
-        """Seconds per token of this many rows without drafts, which is what one more accepted token saves."""
-        return self.costs.verify(count, 0) / count
 
     def _learn(self, row: Row, *, is_of_model: bool) -> None:
         newest, plan = row.rounds[-1], self._rows.setdefault(row, RowPlan(share_left=self._share_left))
@@ -366,9 +359,11 @@ class Planner:
             sum(worth.of_draft([1.0] * n, range(n), min(accepted)))
             for worth, n in zip(self._worth(rows), accepted, strict=True)
         )
-        wider = self.costs.verify(count, max(drafted), sum(drafted)) - self.costs.verify(count, 0)
-        saved = (tokens * self._token_seconds(count) - wider) / count
-        before = self._token_seconds(count) if self._saved_seconds is None else self._saved_seconds
+        plain = self.costs.verify(count, 0)
+        token_seconds = plain / count  # without drafts, which is what one more accepted token saves
+        wider = self.costs.verify(count, max(drafted), sum(drafted)) - plain
+        saved = (tokens * token_seconds - wider) / count
+        before = token_seconds if self._saved_seconds is None else self._saved_seconds
         weight = 1 - (1 - 1 / SEARCHES) ** count
         self._saved_seconds = before + weight * (saved - before)
         self._search_seconds += weight * (rounds[0].seconds.draft / count - self._search_seconds)
