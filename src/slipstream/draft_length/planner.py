@@ -226,9 +226,10 @@ class Planner:
             count,
             [probs for probs, is_better in zip(offers, better, strict=True) if not is_better],
         )
-        if not self._pays(rows, drafting, rate, other_rate):
+        unread = [row for row in drafting if not self._has_read(row)]
+        if not self._pays(rows, drafting, unread, rate, other_rate):
             due = self._plan_of(rows[0]).model.is_due  # one row decides, so that all are tried in the same round
-            better = [is_better and due and self._has_read(row) for row, is_better in zip(rows, better, strict=True)]
+            better = [is_better and due and row not in unread for row, is_better in zip(rows, better, strict=True)]
         return [n if is_better else 0 for n, is_better in zip(room, better, strict=True)]
 
     def next_step_pays(self, rows: Sequence[Row], chances: Sequence[Sequence[float]], batch: int) -> bool:
@@ -291,16 +292,18 @@ class Planner:
     def expects_drafts(self, row: Row) -> bool:
         """True if the draft model would save a row that is alone more time than reading its tokens takes."""
         rate = self.costs.rate([self.model_drafts.of(row)], 1, [])
-        return self.is_fixed(row) or self._pays([row], [row], rate, 1 / self.costs.verify(1, 0))
+        unread = [] if self._has_read(row) else [row]
+        return self.is_fixed(row) or self._pays([row], [row], unread, rate, 1 / self.costs.verify(1, 0))
 
-    def _pays(self, rows: Sequence[Row], drafting: Sequence[Row], rate: float, other_rate: float) -> bool:
+    def _pays(
+        self, rows: Sequence[Row], drafting: Sequence[Row], unread: Sequence[Row], rate: float, other_rate: float
+    ) -> bool:
         """True if drafting with the model, at `rate`, saves more time than reading the rows it has not read takes."""
-        unread = sum(self.to_read(row) for row in drafting if not self._has_read(row))
         # tokens that retrieval does not leave to the draft model save nothing
         tokens = fmean(self._plan_of(row).share_left for row in drafting) * sum(
             min(row.remaining, TYPICAL) for row in rows
         )
-        reading = self.costs.reading(unread)
+        reading = self.costs.reading(sum(map(self.to_read, unread)))
         if unread and len(rows) == 1 and reading < TRIAL * self._unread_seconds:
             return True
         # reading must save half as much again as it takes, as the text's length is a guess
