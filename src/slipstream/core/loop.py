@@ -252,7 +252,7 @@ class Batch:
                     draft=outcome.draft,
                     tokens=tokens,
                     num_accepted_tokens=min(len(outcome.accepted), len(tokens)),
-                    rejected=len(tokens) > len(outcome.accepted) and outcome.is_cut,
+                    rejected=len(tokens) > len(outcome.accepted) and outcome.has_unaccepted_tail,
                     finish_reason=row.finish_reason,
                     seconds=seconds,
                     num_draft_steps=draft.steps,
@@ -297,7 +297,7 @@ class RowOutcome:
     draft: tuple[int, ...]
     accepted: tuple[int, ...]  # tokens of it
     next_token: int  # the one that follows them
-    is_cut: bool  # the draft goes on after them, so that the next token replaces its own
+    has_unaccepted_tail: bool  # a draft token follows them, which the next token replaces
     origin: RowDraft
     parents: tuple[int, ...] | None  # of a tree's nodes
     path: tuple[int, ...] | None  # a tree's accepted nodes
@@ -312,13 +312,13 @@ class RowOutcome:
         outcomes = []
         for row, (line, length, origin) in enumerate(zip(table, draft.lengths, draft.records, strict=True)):
             num_accepted, next_token, tokens = line[0], line[1], tuple(line[2 : 2 + length])
-            if draft.parents is None:
-                accepted, is_cut, parents, path = tokens[:num_accepted], num_accepted < length, None, None
-            else:
+            parents = path = None
+            accepted, has_unaccepted_tail = tokens[:num_accepted], num_accepted < length
+            if draft.parents is not None:
                 parents, path = draft.parents[row], tuple(line[2 + draft.width :][:num_accepted])
                 accepted = tuple(tokens[node] for node in path)
-                is_cut = (path[-1] if path else -1) in parents
-            outcomes.append(RowOutcome(tokens, accepted, next_token, is_cut, origin, parents, path))
+                has_unaccepted_tail = (path[-1] if path else -1) in parents
+            outcomes.append(RowOutcome(tokens, accepted, next_token, has_unaccepted_tail, origin, parents, path))
         return outcomes
 
 

@@ -217,20 +217,16 @@ class Planner:
         count = len(rows)
         lengths, other_rate = best_lengths(offers, partial(self.costs.verify, count), count, even=self.costs.even)
         yields = [self.model_drafts.of(row).cut(min(n, STEPS)) for row, n in zip(rows, room, strict=True)]
-        better = [model.accepted > sum(probs[:n]) for model, probs, n in zip(yields, offers, lengths, strict=True)]
-        if not any(better):
+        drafting = [i for i in range(count) if yields[i].accepted > sum(offers[i][: lengths[i]])]
+        if not drafting:
             return [0] * count
-        drafting = [row for row, is_better in zip(rows, better, strict=True) if is_better]
-        rate = self.costs.rate(
-            [model for model, is_better in zip(yields, better, strict=True) if is_better],
-            count,
-            [probs for probs, is_better in zip(offers, better, strict=True) if not is_better],
-        )
-        unread = [row for row in drafting if not self._has_read(row)]
-        if not self._pays(rows, drafting, unread, rate, other_rate):
-            due = self._plan_of(rows[0]).model.is_due  # one row decides, so that all are tried in the same round
-            better = [is_better and due and row not in unread for row, is_better in zip(rows, better, strict=True)]
-        return [n if is_better else 0 for n, is_better in zip(room, better, strict=True)]
+        retrieved = [offers[i] for i in range(count) if i not in drafting]
+        rate = self.costs.rate([yields[i] for i in drafting], count, retrieved)
+        unread = [i for i in drafting if not self._has_read(rows[i])]
+        if not self._pays(rows, [rows[i] for i in drafting], [rows[i] for i in unread], rate, other_rate):
+            is_due = self._plan_of(rows[0]).model.is_due  # one row decides, so that all are tried in the same round
+            drafting = [i for i in drafting if is_due and i not in unread]
+        return [n if i in drafting else 0 for i, n in enumerate(room)]
 
     def next_step_pays(self, rows: Sequence[Row], chances: Sequence[Sequence[float]], batch: int) -> bool:
         """True if the draft model should draft another token for these rows, while all `batch` rows wait.
