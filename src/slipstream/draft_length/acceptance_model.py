@@ -111,16 +111,19 @@ class ModelDrafts:
         drafted = len(newest.origin.kinds) or len(newest.chain)  # kinds count tokens that were cut, too
         if not drafted:
             return
-        chain, on_chain, runners_up = newest.chain, newest.num_accepted_on_chain, newest.origin.runners_up
-        self._by_chance.learn(row, newest.origin.kinds, chain, newest.tokens)
-        if on_chain < min(len(chain), len(newest.tokens), len(runners_up)):
-            token, kind = runners_up[on_chain]
-            self._runners_up.learn(row, [kind], [token], newest.tokens[on_chain:])
+        self._learn_chances(row, newest)
         self._by_position.learn(row, newest, drafted)
-        on_branches = newest.num_accepted_tokens - on_chain
-        observed = Yield(drafted, min(drafted, on_chain) + on_branches)
+        on_branches = newest.num_accepted_tokens - newest.num_accepted_on_chain
+        observed = Yield(drafted, min(drafted, newest.num_accepted_on_chain) + on_branches)
         self._rows[row] = self.of(row).towards(observed, weight=0.15)
         self._all = self._all.towards(observed, weight=0.03)
+
+    def _learn_chances(self, row: Row, newest: Round) -> None:
+        place, runners_up = newest.num_accepted_on_chain, newest.origin.runners_up
+        self._by_chance.learn(row, newest.origin.kinds, newest.chain, newest.tokens)
+        if place < min(len(newest.chain), len(newest.tokens), len(runners_up)):
+            token, kind = runners_up[place]
+            self._runners_up.learn(row, [kind], [token], newest.tokens[place:])
 
     def of(self, row: Row) -> Yield:
         """The expected yield of the row's next draft; until it has one, that of all rows."""
@@ -171,8 +174,7 @@ class Positions:
 
     def acceptance_probs(self, row: Row, length: int) -> list[float]:
         """The probability that the first 1, 2, ... of `length` tokens are all accepted."""
-        accepted = self._model.chances(row)
-        return list(accumulate((accepted(min(position, self._last)) for position in range(length)), mul))
+        return list(accumulate((self.chance(row, position) for position in range(length)), mul))
 
 
 def bin_of(chance: float) -> int:
