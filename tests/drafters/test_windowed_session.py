@@ -105,6 +105,12 @@ def test_auto_leaves_room_in_the_context_for_the_output() -> None:
     assert 128 < lengths_read[0] <= 252 and 64 < lengths_read[1] <= 128 and lengths_read[2] == 300
 
 
+def test_a_draft_model_that_holds_all_of_the_targets_context_has_no_window() -> None:
+    for context, has_window in (("auto", False), (200, True)):
+        models = SpeculativeDecoder("toy", "toy:2", draft_context=context)._models
+        assert (models.windowed is not None) is has_window
+
+
 @subcases("value", [0, 127, True, 1.5, "some", None])
 def test_a_wrong_draft_context_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match=r"draft_context=.*; allowed: 'auto', 'full' or a whole number, 128 or more$"):

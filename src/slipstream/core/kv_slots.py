@@ -174,7 +174,8 @@ class SlotTable:
     audit: CacheAudit | None = None
 
     def __post_init__(self) -> None:
-        self._has_prompt_logits = isinstance(self.backend, PromptLogits)
+        # the forwards that read a new prompt can return the logits after it
+        self.returns_prompt_logits = self.shapes.reuse == 1 and isinstance(self.backend, PromptLogits)
         self._checkpoints = self.backend if isinstance(self.backend, Checkpoints) else None
         self.has_checkpoints = self._checkpoints is not None
         self._long_texts = self.backend if isinstance(self.backend, LongTexts) else None
@@ -188,15 +189,11 @@ class SlotTable:
         self.backend.reserve(rows, length + max(self.shapes.widths or (0,)) + self.shapes.chunk)
         self.states.extend(SlotState() for _ in range(rows - len(self.states)))
 
-    @property
-    def returns_prompt_logits(self) -> bool:
-        """True if the forwards that read a new prompt can return the logits after it."""
-        return self.shapes.reuse == 1 and self._has_prompt_logits
-
     def is_far_behind(self, slot: int, row: Row) -> bool:
         """True if a slot lacks so many of a row's tokens that they are read in forwards of their own first."""
-        base, blocks = self.states[slot].base, self.blocks(row)
-        return base == 0 or len(row.tokens) - base > CATCH_UP or (bool(blocks) and base < blocks[-1][1])
+        base = self.states[slot].base
+        lacks_image = row.images is not None and any(base < end for _, end in self.blocks(row))
+        return base == 0 or len(row.tokens) - base > CATCH_UP or lacks_image
 
     def blocks(self, row: Row) -> tuple[tuple[int, int], ...]:
         """The images of a row whose tokens the model reads in one forward each."""

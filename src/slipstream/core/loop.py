@@ -192,16 +192,6 @@ class Times(NamedTuple):
     drafted: float
     verified: float
 
-    def seconds(self, accepted: float, committed: float) -> Seconds:
-        """The time that each part took, and the whole step."""
-        return Seconds(
-            self.prefilled - self.started,
-            self.drafted - self.prefilled,
-            self.verified - self.drafted,
-            accepted - self.verified,
-            committed - self.started,
-        )
-
 
 @dataclass
 class Batch:
@@ -240,7 +230,14 @@ class Batch:
             except Exception as error:  # from a stop check, say; committed tokens cannot be decoded again
                 row.fail(error)
         self.logits = None
-        seconds, plain_seconds = times.seconds(accepted, self.now()), None
+        seconds = Seconds(
+            prefill=times.prefilled - times.started,
+            draft=times.drafted - times.prefilled,
+            verify=times.verified - times.drafted,
+            accept=accepted - times.verified,
+            total=self.now() - times.started,
+        )
+        plain_seconds = None
         if self.plain_times is not None and seconds.verify:
             plain_seconds = self.plain_times.plain_seconds(draft.lengths, seconds)
         for row, start, outcome, row_logprobs in zip(self.rows, starts, outcomes, logprobs, strict=True):
@@ -254,8 +251,8 @@ class Batch:
                     start=start,
                     draft=outcome.draft,
                     tokens=tokens,
-                    num_accepted_tokens=min(outcome.num_accepted, len(tokens)),
-                    rejected=len(tokens) > outcome.num_accepted and outcome.has_unaccepted_tail,
+                    num_accepted_tokens=min(len(outcome.accepted), len(tokens)),
+                    rejected=len(tokens) > len(outcome.accepted) and outcome.has_unaccepted_tail,
                     finish_reason=row.finish_reason,
                     seconds=seconds,
                     num_draft_steps=draft.steps,
@@ -276,13 +273,12 @@ class Batch:
         position, error: where the row's own logits processors failed first. There the row fails, as plain decoding
         would; what was accepted before is committed.
         """
-        row, num_accepted = self.rows[place], outcome.num_accepted
+        row, accepted = self.rows[place], outcome.accepted
         if row.error is not None:  # its drafter has failed
             row.fail(row.error)
             return
-        if position > num_accepted:
-            position, error = num_accepted, _no_token(row) if outcome.next_token < 0 else None
-        accepted = outcome.accepted
+        if position > len(accepted):
+            position, error = len(accepted), _no_token(row) if outcome.next_token < 0 else None
         tokens = accepted[:position] if error else [*accepted, outcome.next_token]
         if self.longest_short is not None and len(row.tokens) <= self.longest_short:
             max_tokens = self.longest_short + 1 - len(row.tokens)  # the next forward reads the text as a long one
@@ -298,9 +294,10 @@ class Batch:
 class RowOutcome:
     """The verdict on one row's draft, on the host."""
 
-    num_accepted: int
-    next_token: int
     draft: tuple[int, ...]
+    accepted: tuple[int, ...]  # tokens of it
+    next_token: int  # the one that follows them
+    has_unaccepted_tail: bool  # a draft token follows them, which the next token replaces
     origin: RowDraft
     parents: tuple[int, ...] | None  # of a tree's nodes
     path: tuple[int, ...] | None  # a tree's accepted nodes
@@ -312,23 +309,17 @@ class RowOutcome:
         if verdict.path is not None:
             parts.append(verdict.path)
         table: list[list[int]] = torch.cat(parts, dim=1).tolist()
-        outcomes, drafted = [], 2 + draft.width
+        outcomes = []
         for row, (line, length, origin) in enumerate(zip(table, draft.lengths, draft.records, strict=True)):
-            parents = draft.parents[row] if draft.parents else None
-            path = None if verdict.path is None else tuple(line[drafted : drafted + line[0]])
-            outcomes.append(RowOutcome(line[0], line[1], tuple(line[2 : 2 + length]), origin, parents, path))
+            num_accepted, next_token, tokens = line[0], line[1], tuple(line[2 : 2 + length])
+            parents = path = None
+            accepted, has_unaccepted_tail = tokens[:num_accepted], num_accepted < length
+            if draft.parents is not None:
+                parents, path = draft.parents[row], tuple(line[2 + draft.width :][:num_accepted])
+                accepted = tuple(tokens[node] for node in path)
+                has_unaccepted_tail = (path[-1] if path else -1) in parents
+            outcomes.append(RowOutcome(tokens, accepted, next_token, has_unaccepted_tail, origin, parents, path))
         return outcomes
-
-    @property
-    def accepted(self) -> list[int]:
-        return [*self.draft[: self.num_accepted]] if self.path is None else [self.draft[node] for node in self.path]
-
-    @property
-    def has_unaccepted_tail(self) -> bool:
-        """True if a draft token follows the accepted ones, so that the next token replaces it."""
-        if self.parents is None or self.path is None:
-            return self.num_accepted < len(self.draft)
-        return (self.path[-1] if self.path else -1) in self.parents
 
 
 def _no_token(row: Row) -> SlipstreamError:

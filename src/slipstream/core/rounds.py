@@ -100,7 +100,7 @@ class Round:
     @property
     def without_forced(self) -> Round:
         """The round as if a constraint had forced nothing: only the drafter's tokens and what became of them."""
-        before, behind = self.forced
+        before, behind = self.origin.forced
         if not before + behind:
             return self
         draft = self.draft[before : len(self.draft) - behind]

@@ -77,26 +77,23 @@ class Scheduler:
     def step(self) -> list[Round]:
         """One round of every running row, in the order of their places; nothing if no row is left."""
         with self._turn():
-            return self._step()
-
-    def _step(self) -> list[Round]:
-        self._admit()
-        if not self._running:
-            if self._reading:
+            self._admit()
+            if not self._running:
+                if self._reading:
+                    self._reserve()
+                    self._read_ahead()
+                return []
+            if self._reserved != self._running + self._reading:
                 self._reserve()
-                self._read_ahead()
-            return []
-        if self._reserved != self._running + self._reading:
-            self._reserve()
-        if self._batch is None or self._batch.rows != self._running:
-            self._batch = self.engine.batch(self._running)
-        try:
-            return self.engine.step(self._batch, self._read_ahead if self._reading else None)
-        except BaseException:  # the rows may go on from their committed tokens
-            self._batch = None
-            for session in filter(None, (self.engine.target, self.engine.draft_session)):
-                session.forget_round()
-            raise
+            if self._batch is None or self._batch.rows != self._running:
+                self._batch = self.engine.batch(self._running)
+            try:
+                return self.engine.step(self._batch, self._read_ahead if self._reading else None)
+            except BaseException:  # the rows may go on from their committed tokens
+                self._batch = None
+                for session in filter(None, (self.engine.target, self.engine.draft_session)):
+                    session.forget_round()
+                raise
 
     def run(self, rows: Iterable[Row]) -> Iterator[Round]:
         """Add rows and step until none is left."""

@@ -87,7 +87,7 @@ class Session(DraftScorer):
 
         logits: read the last token too, and return the logits [B, 1, V] after it; None unless all rows have them.
         """
-        return self.layout.prefill(self.table, rows, logits=logits and self.returns_prompt_logits)
+        return self.layout.prefill(self.table, rows, logits=logits and self.table.returns_prompt_logits)
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
         """Read prompts of rows that are in no batch yet, one after the other. rows: by slot.
@@ -119,7 +119,7 @@ class Session(DraftScorer):
 
     def holds(self, row: Row) -> bool:
         """True if any token of this row is cached."""
-        return any(state.row is row and state.base > 0 for state in self.slot_states)
+        return any(state.row is row and state.base > 0 for state in self.table.states)
 
     def move_to_slots(self, rows: Sequence[Row]) -> None:
         """Move what is cached of rows of a batch to their slots, before other rows take the slots they had."""
@@ -245,16 +245,16 @@ class Session(DraftScorer):
 
     def _input_batch(self, rows: Sequence[Row], draft: Tensor, keep: int) -> InputBatch:
         """The tokens that the rows' cache lacks up to the end of the draft. keep: how many positions are wanted."""
-        width = draft.shape[1]
-        starts = [self.table.first_missing(i, row, width if keep <= width else 0) for i, row in enumerate(rows)]
-        if self.table.has_checkpoints:
+        table, width = self.table, draft.shape[1]
+        starts = [table.first_missing(i, row, width if keep <= width else 0) for i, row in enumerate(rows)]
+        if table.has_checkpoints:
             for slot, row in enumerate(rows):
-                self.table.mark_final(slot, len(row.tokens) - row.open_end)
+                table.mark_final(slot, len(row.tokens) - row.open_end)
         missing = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
         # draft tokens that are cached already (a draft model scoring token by token) are not fed again
         fed = [max(start - len(row.tokens), 0) for row, start in zip(rows, starts, strict=True)]
         counts = [len(tail) + width - skip for tail, skip in zip(missing, fed, strict=True)]
-        return InputBatch(starts, missing, fed, width, self.shapes.width_for(max(counts), len(rows)))
+        return InputBatch(starts, missing, fed, width, counts, table.shapes.width_for(max(counts), len(rows)))
 
 
 @dataclass(frozen=True)
@@ -265,37 +265,28 @@ class InputBatch:
     missing: list[list[int]]  # committed tokens of each row
     fed: list[int]  # of the draft's columns that follow, the first that are cached already
     drafted: int  # columns of the draft
+    counts: list[int]  # real columns of each row if all rows take the whole width of the draft
     width: int  # of a forward in which all rows take as many tokens, padding included
 
-    @property
-    def counts(self) -> list[int]:
-        """Real columns of each row if all rows take the whole width of the draft."""
-        return [len(tail) + self.drafted - skip for tail, skip in zip(self.missing, self.fed, strict=True)]
-
     def padded(self, draft: Tensor, table: SlotTable) -> Tensor:
-        """`rectangle` on the model's device, audited before it is cached."""
-        inputs = self.rectangle(draft.to(table.backend.device))
+        """[B, width] token ids on the model's device: what each row lacks, then its draft [B, K], then padding."""
+        device, width = table.backend.device, self.width
+        draft = draft.to(device)
+        # input column i holds draft column i + shift; the shifts travel to the device in front of the tokens
+        shifts = [skip - len(tail) for tail, skip in zip(self.missing, self.fed, strict=True)]
+        lines = [[shift, *tail, *[0] * (width - len(tail))] for shift, tail in zip(shifts, self.missing, strict=True)]
+        columns = torch.tensor(lines, dtype=torch.int64).to(device, non_blocking=True)
+        inputs = columns[:, 1:]
+        if self.drafted and len(set(shifts)) == 1:
+            inputs[:, len(self.missing[0]) : self.drafted - shifts[0]] = draft[:, self.fed[0] :]
+        elif self.drafted:
+            source = torch.arange(width, device=device) + columns[:, :1]
+            drafted = draft.gather(1, source.clamp(0, self.drafted - 1))
+            inputs = torch.where((source >= 0) & (source < self.drafted), drafted, inputs)
         if table.audit:
             for slot, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
                 table.audit.write(slot, start, inputs[slot, :count].tolist())
         return inputs
-
-    def rectangle(self, draft: Tensor) -> Tensor:
-        """[B, width] token ids: what each row lacks, then its draft [B, K], then padding."""
-        device, count, width = draft.device, self.drafted, self.width
-        # input column i holds draft column i + shift; the shifts travel to the device in front of the tokens
-        shifts = [skip - len(tail) for tail, skip in zip(self.missing, self.fed, strict=True)]
-        table = [[shift, *tail, *[0] * (width - len(tail))] for shift, tail in zip(shifts, self.missing, strict=True)]
-        columns = torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True)
-        inputs = columns[:, 1:]
-        if not count:
-            return inputs
-        if len(set(shifts)) == 1:
-            inputs[:, len(self.missing[0]) : count - shifts[0]] = draft[:, self.fed[0] :]
-            return inputs
-        source = torch.arange(width, device=device) + columns[:, :1]
-        drafted = draft.gather(1, source.clamp(0, count - 1))
-        return torch.where((source >= 0) & (source < count), drafted, inputs)
 
 
 class BatchLayout(Protocol):
@@ -331,19 +322,16 @@ class Rectangle:
         return in_order(prompt_logits, len(rows)) if logits else None
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
-        return last_columns(table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts, keep)
+        """One forward; of each row the last `keep` of its counts[i] real columns."""
+        logits, counts = table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts
+        if len(set(counts)) == 1:
+            return logits[:, counts[0] - keep : counts[0]]
+        first = torch.tensor([count - keep for count in counts])[:, None]
+        columns = (first + torch.arange(keep)).to(logits.device, non_blocking=True)
+        return logits[torch.arange(len(counts), device=logits.device)[:, None], columns]
 
     def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
         return argmax(self.score(table, batch, draft, lengths, draft.shape[1] + 1))
-
-
-def last_columns(logits: Tensor, counts: Sequence[int], keep: int) -> Tensor:
-    """The last `keep` of each row's counts[i] real positions. logits: [B, W, V] -> [B, keep, V]."""
-    if len(set(counts)) == 1:
-        return logits[:, counts[0] - keep : counts[0]]
-    first = torch.tensor([count - keep for count in counts])[:, None]
-    columns = (first + torch.arange(keep)).to(logits.device, non_blocking=True)
-    return logits[torch.arange(len(counts), device=logits.device)[:, None], columns]
 
 
 class PromptReader(Protocol):

@@ -61,9 +61,12 @@ def arranged(draft: Draft) -> Draft:
     """
     assert draft.parents is not None
     orders = [_order(parents[:length]) for parents, length in zip(draft.parents, draft.lengths, strict=True)]
-    parents = tuple(_renumbered(old, order) for old, order in zip(draft.parents, orders, strict=True))
+    parents = list[tuple[int, ...]]()
+    for old, order in zip(draft.parents, orders, strict=True):
+        new_number = {node: number for number, node in enumerate(order)} | {-1: -1}
+        parents.append(tuple(new_number[old[node]] for node in order))
     branching = any(chain_end(row) < len(row) for row in parents)
-    return replace(_selected(draft, orders), parents=parents if branching else None)
+    return replace(_selected(draft, orders), parents=tuple(parents) if branching else None)
 
 
 def main_chain(draft: Draft) -> Draft:
@@ -148,11 +151,6 @@ def _order(parents: Sequence[int]) -> list[int]:
             waiting += others[::-1]
             chain = first
     return order
-
-
-def _renumbered(parents: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    new_number = {node: number for number, node in enumerate(order)} | {-1: -1}
-    return tuple(new_number[parents[node]] for node in order)
 
 
 def _selected(draft: Draft, orders: Sequence[Sequence[int]]) -> Draft:

@@ -209,7 +209,7 @@ class Row:
     @property
     def remaining(self) -> int:
         """Number of tokens that the row may still generate."""
-        return self.params.max_tokens - self.num_output_tokens
+        return self.prompt_length + self.params.max_tokens - len(self.tokens)
 
     def fail(self, error: Exception) -> None:
         """End this row alone; what it has committed stays."""

@@ -139,15 +139,17 @@ class ModelDrafts:
 
     def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float]:
         """The probability that the first 1, 2, ... tokens are all accepted."""
-        return list(accumulate((self._by_chance.chance(row, bin_of(chance)) for chance in chances), mul))
+        accepted = self._by_chance.chances(row)
+        return list(accumulate((accepted(bin_of(chance)) for chance in chances), mul))
 
     def runner_up_probs(self, row: Row, chances: Sequence[float], runner_up_chances: Sequence[float]) -> list[float]:
         """For each token, the probability that the text follows the draft up to it and has the runner-up instead."""
         path, probs = 1.0, []
+        accepted, accepted_instead = self._by_chance.chances(row), self._runners_up.chances(row)
         for chance, runner_up_chance in zip(chances, runner_up_chances, strict=True):
-            accepted = self._by_chance.chance(row, bin_of(chance))
-            probs.append(path * (1 - accepted) * self._runners_up.chance(row, sibling_bin(chance, runner_up_chance)))
-            path *= accepted
+            prob = accepted(bin_of(chance))
+            probs.append(path * (1 - prob) * accepted_instead(sibling_bin(chance, runner_up_chance)))
+            path *= prob
         return probs
 
 

@@ -63,6 +63,7 @@ class CostModel:
     timed: bool = True  # the clock measures the parts of a round; on a GPU only the total
     _corrections: dict[tuple[int, int], float] = field(default_factory=dict)  # logarithms, by shape
     _speed: float | None = None  # logarithm of seconds per calibrated millisecond; None before the first round
+    _seconds_per_millisecond: float = 1e-3  # at the machine's current speed
     _drafting: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # latest steps and seconds, by rows
     _seconds_per_token_read: float | None = None  # by the draft model
     _has_read: bool = False
@@ -72,6 +73,10 @@ class CostModel:
     # shape (rows, tokens of all) and calibrated milliseconds, by the arguments of `verify`
     _forwards: dict[tuple[int, int, int], tuple[tuple[int, int], float]] = field(default_factory=dict)
     _last_step: int = -1
+
+    def __post_init__(self) -> None:
+        # every row costs what the longest does, so that shorter drafts save nothing
+        self.even = self.ragged(2, 0) is None
 
     @classmethod
     def calibrated(
@@ -121,9 +126,11 @@ class CostModel:
             verifying = min(verifying, total) if steps else total
             drafting = total - verifying
         shape, calibrated = self._forward(count, longest, drafted)
-        calibrated += self._expert_milliseconds(shape, first.experts_read)
         if self.experts is not None and first.experts_read is not None:
+            calibrated += self.experts.milliseconds * first.experts_read
             self.experts.learn(*shape, first.experts_read)
+        elif self.experts is not None:
+            calibrated += self.experts.milliseconds * self.experts.expected(*shape)
         self._learn_forward(shape, calibrated, verifying)
         if steps:
             self._drafting.setdefault(count, deque(maxlen=9)).append((steps, drafting))
@@ -137,6 +144,7 @@ class CostModel:
             self._speed = log_ratio
         surprise = max(-0.4, min(0.4, log_ratio - self._speed))  # one slow round says little
         self._speed += SPEED * surprise
+        self._seconds_per_millisecond = exp(self._speed)
         self._corrections[shape] = self._corrections.get(shape, 0.0) + SHAPE * surprise
         self._verify_seconds.clear()
         self._draft_seconds.clear()
@@ -146,8 +154,11 @@ class CostModel:
         key = rows, longest, rows * longest if drafted is None else drafted
         if key not in self._verify_seconds:
             shape, calibrated = self._forward(*key)
-            calibrated += self._expert_milliseconds(shape)
-            self._verify_seconds[key] = self._seconds(calibrated) * exp(self._corrections.get(shape, 0.0))
+            if self.experts is not None:
+                calibrated += self.experts.milliseconds * self.experts.expected(*shape)
+            self._verify_seconds[key] = (
+                calibrated * self._seconds_per_millisecond * exp(self._corrections.get(shape, 0.0))
+            )
         return self._verify_seconds[key]
 
     def plain_seconds(self, lengths: Sequence[int], seconds: Seconds) -> float | None:
@@ -173,12 +184,6 @@ class CostModel:
             self._forwards[key] = (rows, tokens), max(1e-3, self._calibrated(rows, tokens))
         return self._forwards[key]
 
-    def _expert_milliseconds(self, shape: tuple[int, int], read: float | None = None) -> float:
-        """Milliseconds of the distinct experts of a forward, by default as many as expected; 0 for a dense model."""
-        if self.experts is None:
-            return 0.0
-        return self.experts.milliseconds * (self.experts.expected(*shape) if read is None else read)
-
     def _calibrated(self, rows: int, tokens: int) -> float:
         """Milliseconds of a forward, interpolated from the calibration; without one, in forwards of one token."""
         if len(self.measured) < 2:
@@ -191,11 +196,6 @@ class CostModel:
         if tokens < fewest:
             return between(self.measured, tokens) + (rows - 1) * each_row_adds
         return between(self.together, tokens) - (self.max_batch_size - rows) * each_row_adds
-
-    @property
-    def even(self) -> bool:
-        """True if every row costs what the longest does, so that shorter drafts save nothing."""
-        return self.ragged(2, 0) is None
 
     def step(self, rows: int) -> float:
         """Seconds of one more step of the draft model: those of recent drafts, but no more than calibrated."""
@@ -220,19 +220,16 @@ class CostModel:
 
     def _assumed_step(self, rows: int) -> float:
         if self.steps:
-            return self._seconds(between(self.steps, rows) if len(self.steps) > 1 else self.steps[1])
+            milliseconds = between(self.steps, rows) if len(self.steps) > 1 else self.steps[1]
+            return milliseconds * self._seconds_per_millisecond
         return STEP * self.verify(1, 0) * (1 + ROW * (rows - 1))
-
-    def _seconds(self, milliseconds: float) -> float:
-        """Converts calibrated milliseconds to seconds at the machine's current speed."""
-        return milliseconds * (1e-3 if self._speed is None else exp(self._speed))
 
     def reading(self, tokens: int) -> float:
         """Seconds that the draft model takes to read this many tokens before its first step."""
         if self._seconds_per_token_read is not None:
             return tokens * self._seconds_per_token_read
         if self.token is not None:
-            return tokens * self._seconds(self.token)
+            return tokens * (self.token * self._seconds_per_millisecond)
         return tokens * STEP * max(0.0, self.verify(1, 7) - self.verify(1, 0)) / 7
 
     def rate(self, expected: Sequence[Yield], rows: int, retrieved_probs: Sequence[Sequence[float]]) -> float:

@@ -74,6 +74,8 @@ class Worth(NamedTuple):
         probs: each token's probability of being accepted; depths: number of draft tokens before it in the text.
         common: tokens that all rows gain, which put no row ahead.
         """
+        if not self.if_last:
+            return list(accumulate((self.base * prob for prob in probs), min))
         worths = (self.of(max(0.0, depth + 1 - common)) for depth in depths)
         return list(accumulate(map(mul, worths, probs), min))
 
@@ -181,7 +183,7 @@ class Planner:
         if self.is_plain and not any(row.prediction for row in rows):
             return
         rows = [row for row in rows if row.rounds]
-        drafted = [row for row in rows if self._is_of_model(row.rounds[-1])]
+        drafted = {row for row in rows if self._is_of_model(row.rounds[-1])}
         new = [row for row in drafted if self.reads and row not in self._read]
         self.costs.learn(
             [row for row in rows if row.finish_reason is None],
@@ -190,7 +192,7 @@ class Planner:
         self._read.update(new)
         self._learn_search(rows)
         for row in rows:
-            self._learn(row)
+            self._learn(row, is_of_model=row in drafted)
 
     def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
         """The most tokens that can pay; `worth_verifying` cuts drafts to those that do."""
@@ -215,19 +217,16 @@ class Planner:
         count = len(rows)
         lengths, other_rate = best_lengths(offers, partial(self.costs.verify, count), count, even=self.costs.even)
         yields = [self.model_drafts.of(row).cut(min(n, STEPS)) for row, n in zip(rows, room, strict=True)]
-        better = [model.accepted > sum(probs[:n]) for model, probs, n in zip(yields, offers, lengths, strict=True)]
-        if not any(better):
+        drafting = [i for i in range(count) if yields[i].accepted > sum(offers[i][: lengths[i]])]
+        if not drafting:
             return [0] * count
-        drafting = [row for row, is_better in zip(rows, better, strict=True) if is_better]
-        rate = self.costs.rate(
-            [model for model, is_better in zip(yields, better, strict=True) if is_better],
-            count,
-            [probs for probs, is_better in zip(offers, better, strict=True) if not is_better],
-        )
-        if not self._pays(rows, drafting, rate, other_rate):
-            due = self._plan_of(rows[0]).model.is_due  # one row decides, so that all are tried in the same round
-            better = [is_better and due and self._has_read(row) for row, is_better in zip(rows, better, strict=True)]
-        return [n if is_better else 0 for n, is_better in zip(room, better, strict=True)]
+        retrieved = [offers[i] for i in range(count) if i not in drafting]
+        rate = self.costs.rate([yields[i] for i in drafting], count, retrieved)
+        unread = [i for i in drafting if not self._has_read(rows[i])]
+        if not self._pays(rows, [rows[i] for i in drafting], [rows[i] for i in unread], rate, other_rate):
+            is_due = self._plan_of(rows[0]).model.is_due  # one row decides, so that all are tried in the same round
+            drafting = [i for i in drafting if is_due and i not in unread]
+        return [n if i in drafting else 0 for i, n in enumerate(room)]
 
     def next_step_pays(self, rows: Sequence[Row], chances: Sequence[Sequence[float]], batch: int) -> bool:
         """True if the draft model should draft another token for these rows, while all `batch` rows wait.
@@ -272,10 +271,13 @@ class Planner:
             len(rows) + accepted_uncut,
             even=self.costs.even,
         )
-        lengths = [
-            n if probs is None else min(n, self._length_or_trial(row, draft, i, length))
-            for i, (row, n, probs, length) in enumerate(zip(rows, draft.lengths, offers, chosen, strict=True))
-        ]
+        lengths = list(draft.lengths)
+        for i, (row, origin, probs, length) in enumerate(zip(rows, draft.records, offers, chosen, strict=True)):
+            if probs is None:
+                continue
+            if not length and origin.acceptance_probs is None and self._plan_of(row).retrieval.is_due:
+                length = IN_BATCH  # a trial of drafts that are judged by position alone
+            lengths[i] = min(lengths[i], length)
         return draft.cut(lengths)
 
     @property
@@ -286,16 +288,18 @@ class Planner:
     def expects_drafts(self, row: Row) -> bool:
         """True if the draft model would save a row that is alone more time than reading its tokens takes."""
         rate = self.costs.rate([self.model_drafts.of(row)], 1, [])
-        return self.is_fixed(row) or self._pays([row], [row], rate, 1 / self.costs.verify(1, 0))
+        unread = [] if self._has_read(row) else [row]
+        return self.is_fixed(row) or self._pays([row], [row], unread, rate, 1 / self.costs.verify(1, 0))
 
-    def _pays(self, rows: Sequence[Row], drafting: Sequence[Row], rate: float, other_rate: float) -> bool:
+    def _pays(
+        self, rows: Sequence[Row], drafting: Sequence[Row], unread: Sequence[Row], rate: float, other_rate: float
+    ) -> bool:
         """True if drafting with the model, at `rate`, saves more time than reading the rows it has not read takes."""
-        unread = sum(self.to_read(row) for row in drafting if not self._has_read(row))
         # tokens that retrieval does not leave to the draft model save nothing
         tokens = fmean(self._plan_of(row).share_left for row in drafting) * sum(
             min(row.remaining, TYPICAL) for row in rows
         )
-        reading = self.costs.reading(unread)
+        reading = self.costs.reading(sum(map(self.to_read, unread)))
         if unread and len(rows) == 1 and reading < TRIAL * self._unread_seconds:
             return True
         # reading must save half as much again as it takes, as the text's length is a guess
@@ -311,28 +315,23 @@ class Planner:
             offers.append(probs if row.params.num_draft_tokens is None else None)
         return offers
 
-    def _length_or_trial(self, row: Row, draft: Draft, index: int, chosen: int) -> int:
-        """The chosen length; if it is 0 and a trial is due, a trial's length. For drafts judged by position alone."""
-        if chosen or draft.records[index].acceptance_probs is not None or not self._plan_of(row).retrieval.is_due:
-            return chosen
-        return IN_BATCH
-
     def _searches(self, rows: Sequence[Row]) -> bool:
         """True if looking for retrieval drafts saves more time than it takes, or is due."""
-        is_due = any(self._plan_of(row).retrieval.is_due for row in rows)
-        return is_due or self._saved_seconds is None or self._saved_seconds > self._search_seconds
+        if self._saved_seconds is None or self._saved_seconds > self._search_seconds:
+            return True
+        return any(self._plan_of(row).retrieval.is_due for row in rows)
 
-    def _token_seconds(self, count: int) -> float:
-        """Seconds per token of this many rows without drafts, which is what one more accepted token saves."""
-        return self.costs.verify(count, 0) / count
-
-    def _learn(self, row: Row) -> None:
+    def _learn(self, row: Row, *, is_of_model: bool) -> None:
         newest, plan = row.rounds[-1], self._rows.setdefault(row, RowPlan(share_left=self._share_left))
-        is_of_model, accepted = self._is_of_model(newest), newest.without_forced.num_accepted_tokens
+        unforced = newest.without_forced
+        accepted = unforced.num_accepted_tokens
         if is_of_model:
             self.model_drafts.learn(row)
         elif newest.origin.source != PREDICTION:
-            self._learn_retrieval(row, plan)
+            if newest.origin.acceptance_probs is None and unforced.draft:
+                self._positions.learn(row, unforced, len(unforced.chain))
+            has_searched = newest.origin.source == RETRIEVAL or bool(unforced.draft)
+            plan.retrieval.observe(drafted=has_searched, accepted=accepted)
         plan.model.observe(drafted=is_of_model, accepted=accepted)
         if self.has_model and not self.only_model:
             is_left = is_of_model or accepted < self.model_drafts.of(row).accepted
@@ -346,29 +345,24 @@ class Planner:
         self.model_drafts.relax()
         self._unread_seconds += newest.seconds.total
 
-    def _learn_retrieval(self, row: Row, plan: RowPlan) -> None:
-        newest = row.rounds[-1].without_forced
-        drafted = len(newest.draft)
-        if newest.origin.acceptance_probs is None and drafted:
-            self._positions.learn(row, newest, len(newest.chain))
-        searched = newest.origin.source == RETRIEVAL
-        plan.retrieval.observe(drafted=searched or drafted > 0, accepted=newest.num_accepted_tokens)
-
     def _learn_search(self, rows: Sequence[Row]) -> None:
         """Learn what the newest round's search for retrieval drafts took, and what its drafts saved."""
-        rounds = [row.rounds[-1].without_forced for row in rows]
+        rounds = [row.rounds[-1] for row in rows]
         # with steps of a draft model, the seconds are theirs as well
         if not any(round.origin.source == RETRIEVAL for round in rounds) or rounds[0].num_draft_steps:
             return
+        rounds = [round.without_forced for round in rounds]
         count, drafted = rounds[0].num_rows, [len(round.draft) for round in rounds]
         accepted = [round.num_accepted_tokens for round in rounds]
         tokens = sum(
             sum(worth.of_draft([1.0] * n, range(n), min(accepted)))
             for worth, n in zip(self._worth(rows), accepted, strict=True)
         )
-        wider = self.costs.verify(count, max(drafted), sum(drafted)) - self.costs.verify(count, 0)
-        saved = (tokens * self._token_seconds(count) - wider) / count
-        before = self._token_seconds(count) if self._saved_seconds is None else self._saved_seconds
+        plain = self.costs.verify(count, 0)
+        token_seconds = plain / count  # without drafts, which is what one more accepted token saves
+        wider = self.costs.verify(count, max(drafted), sum(drafted)) - plain
+        saved = (tokens * token_seconds - wider) / count
+        before = token_seconds if self._saved_seconds is None else self._saved_seconds
         weight = 1 - (1 - 1 / SEARCHES) ** count
         self._saved_seconds = before + weight * (saved - before)
         self._search_seconds += weight * (rounds[0].seconds.draft / count - self._search_seconds)

@@ -53,14 +53,13 @@ class NgramDrafter:
             )
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        proposals = [self._follow(row, length) if length else [] for row, length in zip(rows, lengths, strict=True)]
+        proposals = list[list[int]]()
+        for row, length in zip(rows, lengths, strict=True):
+            index = self._indexes.get(row)
+            if index is None:
+                index = self._indexes[row] = _Index(range(self.shortest, self.longest + 1))
+            proposals.append(index.follow(row.tokens, length) if length else [])
         return Draft.from_lists(proposals, sampler.device)
-
-    def _follow(self, row: Row, length: int) -> list[int]:
-        index = self._indexes.get(row)
-        if index is None:
-            index = self._indexes[row] = _Index(range(self.shortest, self.longest + 1))
-        return index.follow(row.tokens, length)
 
 
 TRAITS = Traits(samples=False, needs_forwards=False, default_length=7, in_other_engines=True)

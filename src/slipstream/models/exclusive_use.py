@@ -90,7 +90,8 @@ class ExclusiveUse:
             try:
                 lock.lock.acquire()
             except BaseException:  # Ctrl-C while waiting
-                self._release(num_acquired)
+                for acquired in self._locks[:num_acquired]:
+                    acquired.lock.release()
                 raise
         # a context makes every call of PyTorch slower, so it is entered only where it matters, and only once
         context = CPU if not self._default_devices and torch.get_default_device() != CPU else None
@@ -102,7 +103,8 @@ class ExclusiveUse:
         context = self._default_devices.pop()
         if context is not None:
             context.__exit__(None, None, None)
-        self._release(len(self._locks))
+        for lock in self._locks:
+            lock.lock.release()
 
     @contextmanager
     def step_of(self, user: object) -> Iterator[bool]:
@@ -123,10 +125,6 @@ class ExclusiveUse:
         finally:
             for lock in self._locks:
                 lock.stepping = False
-
-    def _release(self, num_acquired: int) -> None:
-        for lock in reversed(self._locks[:num_acquired]):
-            lock.lock.release()
 
 
 def _may_be_forked() -> bool:

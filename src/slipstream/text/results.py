@@ -77,10 +77,18 @@ class Stats:
         """Fold all rounds of one more step that are to be counted."""
         for round in rounds:
             self._count(round)
-        self._time(rounds[0])
-        if (plain_seconds := rounds[0].plain_seconds) is not None:
-            self.plain_seconds += plain_seconds * sum(len(round.tokens) for round in rounds) / len(rounds)
-            self.compared_seconds += rounds[0].seconds.total - rounds[0].seconds.prefill
+        first = rounds[0]  # what follows is the same in all of them
+        self.draft_seconds += first.seconds.draft
+        self.verify_seconds += first.seconds.verify
+        self.accept_seconds += first.seconds.accept
+        self.prefill_seconds += first.seconds.prefill
+        self.total_seconds += first.seconds.total
+        if first.experts_read is not None:
+            self.experts_read += first.experts_read
+            self.num_expert_steps += 1
+        if first.plain_seconds is not None:
+            self.plain_seconds += first.plain_seconds * sum(len(round.tokens) for round in rounds) / len(rounds)
+            self.compared_seconds += first.seconds.total - first.seconds.prefill
         self.num_steps += 1
 
     def __add__(self, other: Stats) -> Stats:
@@ -123,22 +131,13 @@ class Stats:
         longer = round.num_accepted_tokens + 1 - len(self.accepted_lengths)
         self.accepted_lengths.extend([0] * longer)
         self.accepted_lengths[round.num_accepted_tokens] += 1
-        longer = round.num_levels - len(self.drafted_per_position)
+        num_levels = round.num_levels
+        longer = num_levels - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * longer)
         self.accepted_per_position.extend([0] * longer)
-        for position in range(round.num_levels):
+        for position in range(num_levels):
             self.drafted_per_position[position] += 1
             self.accepted_per_position[position] += position < round.num_accepted_tokens
-
-    def _time(self, round: Round) -> None:
-        self.draft_seconds += round.seconds.draft
-        self.verify_seconds += round.seconds.verify
-        self.accept_seconds += round.seconds.accept
-        self.prefill_seconds += round.seconds.prefill
-        self.total_seconds += round.seconds.total
-        if round.experts_read is not None:
-            self.experts_read += round.experts_read
-            self.num_expert_steps += 1
 
     @property
     def acceptance_rate(self) -> float | None:

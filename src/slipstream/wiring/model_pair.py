@@ -107,7 +107,7 @@ class ModelPair:
             target.backend.release()
         session = make_session(target.backend, shapes, shows_images=not isinstance(target.vision, str))
         _attach(draft, session)
-        windowed = _windowed(draft_session, bridged, config)
+        windowed = _windowed(target, draft_session, bridged, config)
         settings = ModelSettings.of(target)
         pair = cls(target, draft, session, draft_session, calibration, bridged, windowed, settings=settings)
         return pair._with_draft_times(config.max_batch_size)
@@ -122,7 +122,7 @@ class ModelPair:
         session = _draft_session(draft)
         _attach(draft, self.target_session)
         bridged = _bridged(self.target, draft, session, config)
-        windowed = _windowed(session, bridged, config)
+        windowed = _windowed(self.target, session, bridged, config)
         pair = replace(self, draft=draft, draft_session=session, bridged=bridged, windowed=windowed)
         return pair._with_draft_times(config.max_batch_size)
 
@@ -300,7 +300,9 @@ def _tokenizer(tokenizer: Any, name: str) -> Any:
     return tokenizer_in(tokenizer, name)
 
 
-def _windowed(session: Session | None, bridged: BridgedSession | None, config: DecoderConfig) -> WindowedSession | None:
+def _windowed(
+    target: Loaded, session: Session | None, bridged: BridgedSession | None, config: DecoderConfig
+) -> WindowedSession | None:
     """The session that skips a part of long prompts: with "auto" what exceeds the context; None if none is skipped."""
     length = config.draft_context
     if length not in ("auto", "full") and (session is None or bridged is not None):
@@ -308,6 +310,8 @@ def _windowed(session: Session | None, bridged: BridgedSession | None, config: D
         raise UsageError(f"draft_context={length!r}, {what}; allowed: 'auto' or 'full'")
     if session is None or bridged is not None or length == "full":
         return None
+    if length == "auto" and session.backend.max_length >= target.backend.max_length:
+        return None  # it holds whatever the target's context holds
     return WindowedSession(session, None if length == "auto" else int(length))
 
 

@@ -74,18 +74,16 @@ class WindowedSession(DraftScorer):
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         self.session.keep_drafts(lengths)
 
-    def _num_skipped(self, row: Row) -> int:
-        context = self.backend.max_length
-        room = context - min(row.params.max_tokens, context // 2)  # at most half is kept free for the output
-        return num_tokens_skipped(row.prompt_length, min(self.limit, max(room, 2 * BEGINNING)))
-
     def _read(self, rows: Sequence[Row]) -> list[Row]:
         return [self._part(row) for row in rows]
 
     def _part(self, row: Row) -> Row:
         """The part of a row that is read, or the row itself, up to date with its committed tokens."""
         if row not in self._parts:
-            num_skipped, part = self._num_skipped(row), None
+            context = self.backend.max_length
+            room = context - min(row.params.max_tokens, context // 2)  # at most half is kept free for the output
+            num_skipped = num_tokens_skipped(row.prompt_length, min(self.limit, max(room, 2 * BEGINNING)))
+            part = None
             if num_skipped:
                 part = PartialRow(
                     row.index, row.tokens[:BEGINNING], row.params, row.seed, rounds=row.rounds, group=row.group

@@ -67,10 +67,49 @@ class SuffixAutomaton:
         newest: whether a token becomes a context's usual follower as soon as it has followed as often as the present
         one; else only when it has followed more often.
         """
+        link, length, count = self._link, self._length, self._count
+        usual, targets, branches = self._token, self._target, self._branches
         for token in tokens:
-            self._last = self._append(token)
+            # let it lead from the text, and from its suffixes down to the first that it has followed before
+            new, state, target = len(length), self._last, 0
+            while state >= 0:
+                branch = branches.get(state)
+                if usual[state] < 0:
+                    usual[state], targets[state] = token, new
+                elif usual[state] == token:
+                    target = targets[state]
+                    break
+                elif branch is None:
+                    branches[state] = {usual[state]: targets[state], token: new}
+                elif token in branch:
+                    target = branch[token]
+                    break
+                else:
+                    branch[token] = new
+                state = link[state]
+            if state == self._last:  # an earlier text began like this one
+                self._last = self._of_length(state, token, target)
+            else:
+                self._add_state(length[self._last] + 1, 0, 0, -1, 0)
+                self._last = new
+                if target:
+                    link[new] = self._of_length(state, token, target)
+            # count it after its context and all suffixes of that; neighbors whose results are one state count once
+            state, counted = self._tip, -1
+            tip = targets[state] if usual[state] == token else branches[state][token]
+            while state >= 0:
+                target = targets[state] if usual[state] == token else branches[state][token]
+                if target != counted:
+                    count[target] += 1
+                    counted = target
+                if usual[state] != token and count[target] + newest > count[targets[state]]:
+                    usual[state], targets[state] = token, target
+                state = link[state]
+            count[0] += 1
             self._tip_length = min(self._tip_length + 1, LIMIT)
-            self._tip = self._holding(self._tally(self._tip, token, newest), self._tip_length)
+            while tip and length[link[tip]] >= self._tip_length:  # as `_holding`
+                tip = link[tip]
+            self._tip = tip
             self.num_tokens += 1
 
     def find(self, tokens: Sequence[int], start: Match = NOTHING) -> Match:
@@ -169,22 +208,6 @@ class SuffixAutomaton:
             state = self._link[state]
         return state
 
-    def _append(self, token: int) -> int:
-        """The state of the current text with one more token."""
-        target = self._step(self._last, token)
-        if target:  # an earlier text began like this one
-            return self._of_length(self._last, token, target)
-        state, link, step = self._last, self._link, self._step
-        new = self._make(self._length[state] + 1, 0, 0, -1, 0)
-        while not target:
-            self._connect(state, token, new)
-            state = link[state]
-            if state < 0:
-                return new
-            target = step(state, token)
-        link[new] = self._of_length(state, token, target)
-        return new
-
     def _of_length(self, state: int, token: int, target: int) -> int:
         """The state of the longest string of `state` and `token`; split off `target` if that holds longer ones.
 
@@ -192,50 +215,25 @@ class SuffixAutomaton:
         """
         if self._length[target] == self._length[state] + 1:
             return target
-        same = self._link[target], self._count[target], self._token[target], self._target[target]
-        new = self._make(self._length[state] + 1, *same)
+        new, same = (
+            len(self._length),
+            (self._link[target], self._count[target], self._token[target], self._target[target]),
+        )
+        self._add_state(self._length[state] + 1, *same)
         if target in self._branches:
             self._branches[new] = self._branches[target].copy()
         self._link[target] = new
         while state >= 0 and self._step(state, token) == target:
-            self._connect(state, token, new)
+            if self._token[state] == token:
+                self._target[state] = new
+            if state in self._branches:
+                self._branches[state][token] = new
             state = self._link[state]
         return new
 
-    def _make(self, length: int, link: int, count: int, token: int, target: int) -> int:
+    def _add_state(self, length: int, link: int, count: int, token: int, target: int) -> None:
         self._length.append(length)
         self._link.append(link)
         self._count.append(count)
         self._token.append(token)
         self._target.append(target)
-        return len(self._length) - 1
-
-    def _connect(self, state: int, token: int, target: int) -> None:
-        """Let `token` lead from `state` to `target`."""
-        branch, first = self._branches.get(state), self._token[state]
-        if first < 0:
-            self._token[state], self._target[state] = token, target
-            return
-        if first == token:
-            self._target[state] = target
-        elif branch is None:
-            branch = self._branches[state] = {first: self._target[state]}
-        if branch is not None:
-            branch[token] = target
-
-    def _tally(self, state: int, token: int, newest: bool) -> int:
-        """Count `token` after the strings of `state` and all their suffixes; the state of the longest result."""
-        link, count, tokens, targets = self._link, self._count, self._token, self._target
-        longest = counted = self._step(state, token)
-        count[longest] += 1
-        while state >= 0:
-            usual = targets[state]
-            target = usual if tokens[state] == token else self._branches[state][token]
-            if target != counted:  # neighbors whose results ended up in one state count once
-                count[target] += 1
-                counted = target
-            if target != usual and count[target] + newest > count[usual]:
-                tokens[state], targets[state] = token, target
-            state = link[state]
-        count[0] += 1
-        return longest
