@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,7 @@ def test_invalid_end_ids_are_refused_in_one_line(ends: Any, tmp_path: Path) -> N
     [
         ("/no/such/folder", "is not a folder"),
         ("./nowhere", "is not a folder"),
+        ("~no-such-user/nowhere", "is not a folder"),
         ("no/such.gguf", "does not exist"),
         ("toy:x", "allowed: 'toy' or 'toy:ORDER'"),
     ],
@@ -164,6 +166,24 @@ def test_a_damaged_file_is_refused_in_one_line(folder: Path, tmp_path: Path, bro
     with pytest.raises(SlipstreamError) as error:
         SpeculativeDecoder(str(tmp_path))
     assert str(tmp_path) in one_line(error)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "model.gguf"])
+def test_a_pointer_of_git_lfs_is_refused_as_such(folder: Path, tmp_path: Path, name: str) -> None:
+    copied = shutil.copytree(folder, tmp_path / "clone")
+    (copied / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12ab\nsize 93\n")
+    with pytest.raises(SlipstreamError, match=f"{name}' is only a pointer of Git LFS; .*`git lfs pull` fetches$"):
+        SpeculativeDecoder(copied / name if name.endswith("gguf") else copied)
+
+
+def test_a_folder_whose_name_begins_with_a_tilde_is_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path / "~no-such-user")
+    monkeypatch.chdir(tmp_path)
+    assert SpeculativeDecoder("~no-such-user").generate(PROMPT, PARAMS).token_ids == reference(
+        shared("llama"), PROMPT, 12
+    )
 
 
 def changed(folder: Path, into: Path, **changes: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from slipstream.checks import expanded
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.weights.safetensors_files import file_of, located
 from slipstream.models.weights.transformers_reader import reader_errors
@@ -149,8 +150,8 @@ def adapter_at(
             f"adapter {source!r}: base_model_name_or_path={base!r} leads back to the adapter itself; allowed: the base "
             "model's hub id or folder"
         )
-    if Path(base).expanduser().is_dir():
-        adapter_at(base, str(Path(base).expanduser()), {}, adapters | {folder})
+    if expanded(base).is_dir():
+        adapter_at(base, str(expanded(base)), {}, adapters | {folder})
     return Adapter(source, place, base, str(settings.get("revision") or ""), files, settings)
 
 

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from slipstream.checks import expanded
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cache_folder import cache_folder
 
@@ -20,13 +21,14 @@ EMBEDDED = "smollm2"  # the default target, which needs no hub
 NO_DRAFT = "none"  # no draft model, not even what the target brings
 NO_OPTIONS: Mapping[str, Any] = {}
 MAGIC = b"GGUF"  # the first bytes of such a file
+LFS_POINTER = b"version https://git-lfs"  # likewise, of what Git brings in place of large files
 CONVERSION = "conversion.json"  # the file that says which version made a folder from a GGUF file; written last
 VERSION = 3  # 3: in SentencePiece vocabularies, each piece between whole tokens begins with a space
 
 
 def is_gguf(source: str) -> bool:
     """True if this names a GGUF file, by its content or, where that cannot be read, its ending."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     ending = path.suffix.lower() == ".gguf"
     try:
         if not path.is_file():  # reading a pipe might never end
@@ -35,6 +37,15 @@ def is_gguf(source: str) -> bool:
             return ending or stream.read(len(MAGIC)) == MAGIC
     except (OSError, ValueError):
         return ending
+
+
+def refuse_pointer(file: Path) -> None:
+    """Refuse a file in place of which Git has brought a pointer, as it does without Git LFS."""
+    with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise SlipstreamError(
+                f"{str(file)!r} is only a pointer of Git LFS; allowed: the file itself, which `git lfs pull` fetches"
+            )
 
 
 def is_converted(folder: Path) -> bool:
