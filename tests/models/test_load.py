@@ -1,6 +1,7 @@
 """From a name to a model: what loads, what is refused and how, and what loading must not change."""
 
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -168,12 +169,24 @@ def test_a_damaged_file_is_refused_in_one_line(folder: Path, tmp_path: Path, bro
     assert str(tmp_path) in one_line(error)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "model.gguf"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json", "model.gguf"])
 def test_a_pointer_of_git_lfs_is_refused_as_such(folder: Path, tmp_path: Path, name: str) -> None:
     copied = shutil.copytree(folder, tmp_path / "clone")
+    if name.endswith("bin"):
+        (copied / "model.safetensors").unlink()
     (copied / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12ab\nsize 93\n")
     with pytest.raises(SlipstreamError, match=f"{name}' is only a pointer of Git LFS; .*`git lfs pull` fetches$"):
         SpeculativeDecoder(copied / name if name.endswith("gguf") else copied)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(print, 2), b"not what it should be"])
+def test_a_bin_file_of_more_than_tensors_is_refused_in_one_line(folder: Path, tmp_path: Path, content: bytes) -> None:
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / "model.safetensors").unlink()
+    (copied / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(SlipstreamError, match=r"its \.bin file is damaged, or holds more than tensors") as error:
+        SpeculativeDecoder(copied)
+    one_line(error)
 
 
 def test_a_folder_whose_name_begins_with_a_tilde_is_found(

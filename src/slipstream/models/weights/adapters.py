@@ -18,6 +18,7 @@ from torch import nn
 
 from slipstream.checks import expanded
 from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.weights.model_files import refuse_pointers
 from slipstream.models.weights.safetensors_files import file_of, located
 from slipstream.models.weights.transformers_reader import reader_errors
 
@@ -79,6 +80,12 @@ class Adapter:
         except SlipstreamError:
             raise
         except reader_errors() as error:
+            place = Path(self.place) / self.files.get("subfolder", "")
+            refuse_pointers(place)
+            if place.is_dir() and not any(place.glob("adapter_model.*")):
+                raise SlipstreamError(
+                    f"adapter {self.source!r} has no weights; allowed: a folder with adapter_model.safetensors"
+                ) from error
             raise SlipstreamError(
                 f"adapter {self.source!r} does not fit its base model {self.base!r}: {one_line(error)}"
             ) from error

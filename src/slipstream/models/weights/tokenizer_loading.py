@@ -14,7 +14,7 @@ from slipstream.models.model_size import num_weights_read
 from slipstream.models.toy import load_toy
 from slipstream.models.weights.adapters import adapter_at
 from slipstream.models.weights.hub_files import local_file
-from slipstream.models.weights.model_files import code_of_its_own, is_converted, is_gguf, not_loaded, refuse_pointer
+from slipstream.models.weights.model_files import code_of_its_own, is_converted, is_gguf, not_loaded, refuse_pointers
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 from slipstream.models.weights.transformers_reader import quietly, reader_errors
@@ -42,9 +42,7 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
     except ImportError as error:  # a package that this tokenizer needs
         raise SlipstreamError(f"the tokenizer of model {source!r} needs more packages: {one_line(error)}") from error
     except Exception as error:  # the tokenizers package raises plain Exception on damaged files
-        for name in FILES:
-            if (place / name).is_file():
-                refuse_pointer(place / name)
+        refuse_pointers(place)
         raise code_of_its_own(source, error) or SlipstreamError(
             f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}"
         ) from error
