@@ -43,6 +43,11 @@ def is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with ~ replaced by the user's folder; ~ before a name that is no user's stays."""
+    return Path(os.path.expanduser(path))
+
+
 def check_whole(name: str, value: object, low: int = 0, high: int | None = None, *, words: Sequence[str] = ()) -> None:
     """Raise unless the value is a whole number within the bounds, or one of `words`."""
     if not is_whole(value, low, inf if high is None else high) and value not in words:

@@ -134,6 +134,13 @@ def test_texts_are_right_while_rows_enter_end_and_are_cancelled() -> None:
     ]
 
 
+@pytest.mark.parametrize("options", [{"logit_bias": {80: 100.0}, "temperature": 0.3}, {"temperature": 1e-40}])
+def test_options_that_make_scores_huge_leave_a_text_as_it_is(options: dict[str, Any]) -> None:
+    decoder = bridged_decoder("bytes", "toy")
+    params = [SamplingParams(max_tokens=20, seed=1, **options)] * 3
+    assert texts(decoder.using("model:p=40"), params) == texts(decoder.using("none"), params)
+
+
 def test_a_stop_string_ends_the_text_where_plain_decoding_does() -> None:
     decoder, params = bridged_decoder("bytes", "sentencepiece"), SamplingParams(max_tokens=60, stop=["looked at"])
     plain = decoder.using("none").generate(PROMPTS[0], params, chat=False)

@@ -1,7 +1,9 @@
 """From a name to a model: what loads, what is refused and how, and what loading must not change."""
 
 import json
+import pickle
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +143,7 @@ def test_invalid_end_ids_are_refused_in_one_line(ends: Any, tmp_path: Path) -> N
     [
         ("/no/such/folder", "is not a folder"),
         ("./nowhere", "is not a folder"),
+        ("~no-such-user/nowhere", "is not a folder"),
         ("no/such.gguf", "does not exist"),
         ("toy:x", "allowed: 'toy' or 'toy:ORDER'"),
     ],
@@ -164,6 +167,36 @@ def test_a_damaged_file_is_refused_in_one_line(folder: Path, tmp_path: Path, bro
     with pytest.raises(SlipstreamError) as error:
         SpeculativeDecoder(str(tmp_path))
     assert str(tmp_path) in one_line(error)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json", "model.gguf"])
+def test_a_pointer_of_git_lfs_is_refused_as_such(folder: Path, tmp_path: Path, name: str) -> None:
+    copied = shutil.copytree(folder, tmp_path / "clone")
+    if name.endswith("bin"):
+        (copied / "model.safetensors").unlink()
+    (copied / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12ab\nsize 93\n")
+    with pytest.raises(SlipstreamError, match=f"{name}' is only a pointer of Git LFS; .*`git lfs pull` fetches$"):
+        SpeculativeDecoder(copied / name if name.endswith("gguf") else copied)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(print, 2), b"not what it should be"])
+def test_a_bin_file_of_more_than_tensors_is_refused_in_one_line(folder: Path, tmp_path: Path, content: bytes) -> None:
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / "model.safetensors").unlink()
+    (copied / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(SlipstreamError, match=r"its \.bin file is damaged, or holds more than tensors") as error:
+        SpeculativeDecoder(copied)
+    one_line(error)
+
+
+def test_a_folder_whose_name_begins_with_a_tilde_is_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path / "~no-such-user")
+    monkeypatch.chdir(tmp_path)
+    assert SpeculativeDecoder("~no-such-user").generate(PROMPT, PARAMS).token_ids == reference(
+        shared("llama"), PROMPT, 12
+    )
 
 
 def changed(folder: Path, into: Path, **changes: Any) -> str:

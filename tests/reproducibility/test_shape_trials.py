@@ -19,7 +19,7 @@ from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.reproducibility.calibration import TOTALS, TOTALS_IF_GUARANTEED, Calibration, calibrate
-from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, FURTHER_WIDTHS, WIDTHS
+from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, FURTHER_WIDTHS, TOGETHER, WIDTHS
 from tests.support.markers import mostly_slow
 from tests.support.rounding_backends import (
     BATCH,
@@ -137,6 +137,13 @@ def test_claims_about_attended_lengths_and_ragged_forwards_are_tried() -> None:
     odd_backend = ClaimsRagged()
     odd_backend.odd = True
     assert not calibrate(odd_backend, BATCH).totals
+
+
+def test_large_batches_are_tried_at_some_sizes_only() -> None:
+    backend = Claims()
+    calibrate(backend, 512)
+    sizes = {rows for rows, width in backend.shapes if width == TOGETHER}
+    assert {*range(2, 65), *range(80, 512, 16), *range(497, 513)} <= sizes and len(sizes) < 120
 
 
 def test_a_short_context_is_calibrated_within_it() -> None:

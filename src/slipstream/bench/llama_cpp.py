@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.bench.arms import LLAMA_LOOKUP, OF_LLAMA_CPP, Arm
+from slipstream.checks import expanded
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.weights.hub_files import local_file
 from slipstream.models.weights.model_files import is_gguf
@@ -53,7 +54,7 @@ def versions(what: str) -> dict[str, str]:
 
 def gguf_file(source: str, what: str) -> Path:
     """The .gguf file that a target names; `UsageError` for any other target."""
-    file = Path(local_file(source)).expanduser()
+    file = expanded(local_file(source))
     if not is_gguf(str(file)):
         raise UsageError(f"{what} needs a .gguf file; target {source!r} is not one")
     if not file.is_file():

@@ -10,10 +10,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from slipstream.checks import is_number
+from slipstream.checks import expanded, is_number
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
 from slipstream.models.notices import announce
@@ -70,7 +69,7 @@ class ModelSettings:
     def of(cls, target: Loaded) -> ModelSettings:
         """The settings of a model's GGUF file or of its generation_config."""
         if is_gguf(target.source):
-            metadata = read_header(Path(target.source).expanduser()).values
+            metadata = read_header(expanded(target.source)).values
             settings = {key.removeprefix(GGUF): value for key, value in metadata.items() if key.startswith(GGUF)}
             values = {
                 GGUF_NAMES.get(name, name): shortest(value) if isinstance(value, float) else value

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slipstream.checks import expanded
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.loaded import PLAN, WHICH_FILES, LoadOptions
 from slipstream.models.quantized_models import generation_settings, load_in_blocks
@@ -101,7 +102,7 @@ def _adapted(adapter: Adapter, options: LoadOptions) -> tuple[str, Any]:
     if "distributed_config" in options.extra:
         raise UsageError(f"load_options {PLAN!r} with the adapter {adapter.source!r}; allowed: a merged model")
     extra = {name: value for name, value in options.extra.items() if name not in WHICH_FILES}
-    if adapter.revision and not Path(adapter.base).expanduser().exists():
+    if adapter.revision and not expanded(adapter.base).exists():
         extra["revision"] = adapter.revision
     base = replace(options, fast=False, extra=extra, quantize=None)
     try:
@@ -118,7 +119,7 @@ def _dequantized(source: str, device: str) -> tuple[str, Any]:
     from slipstream.models.weights.gguf_conversion import dequantized
     from slipstream.models.weights.gguf_file import read_header
 
-    header = read_header(Path(source).expanduser())
+    header = read_header(expanded(source))
     header.check_model()
     folder = described(header)
     return str(folder), dequantized(header, folder, torch.float32).to(device_named(device))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.checks import expanded
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cpu.block_experts import (
     ExpertStacks,
@@ -154,7 +155,7 @@ class GGUFFile:
             raise UsageError(
                 f"quantize={options.rounding!r}, but model {source!r} is quantized already, in GGUF; allowed: 'none'"
             )
-        self.file = Path(source).expanduser()
+        self.file = expanded(source)
 
     @property
     def name(self) -> str:

@@ -29,7 +29,9 @@ PREFILL = 256
 ATTENDED_LENGTHS = tuple(range(64, 2049, 64))  # what forwards may read instead of multiples of the unit
 STEPS = 4  # consecutive forwards of a batch, to see what each left to the next
 CONSECUTIVE = (1, 5)  # widths whose forwards are tried one after the other, to see what each leaves to the next
-TOGETHER = 3  # width of batches of every size
+TOGETHER = 3  # width of batches of all tried sizes
+EVERY_SIZE = 64  # rows up to which batches of every size are tried
+REMAINDERS = 16  # the largest sizes of which all are tried; between them and EVERY_SIZE, multiples of it
 TOTAL = 19  # tokens of a ragged forward: an odd number, as all are allowed then
 
 
@@ -153,14 +155,16 @@ class Trials:
         return True
 
     def agrees_in_batches(self, width: int, steps: int = 1) -> bool:
-        """True if ragged batches give the reference's bits: of every size for narrow widths, else of a few.
+        """True if ragged batches give the reference's bits: of every usual size for narrow widths, else of a few.
 
         All rows are compared: products of matrices often compute the last few rows with another kernel.
         steps: minimum number of consecutive forwards that are compared; tiny models need more.
         """
         row_step = 1 if width <= REFERENCE else 3
-        steps = max(steps, self._length // LENGTH)
-        for rows in range(len(self._starts), 1, -row_step):
+        steps, most = max(steps, self._length // LENGTH), len(self._starts)
+        for rows in range(most, 1, -row_step):
+            if EVERY_SIZE < rows <= most - REMAINDERS and rows % REMAINDERS:
+                continue
             last = self.backend.max_length - max(self._starts[:rows]) - width  # a short context holds fewer steps
             for offset in range(0, min((steps - 1) * width, last) + 1, width):
                 starts = [start + offset for start in self._starts[:rows]]

@@ -6,14 +6,13 @@ import hashlib
 import logging
 from dataclasses import dataclass, field, replace
 from os.path import isdir
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream import drafters
-from slipstream.checks import is_whole
+from slipstream.checks import expanded, is_whole
 from slipstream.config import DecoderConfig
 from slipstream.core.interfaces import DraftScorer, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
@@ -369,7 +368,7 @@ def _check_exists(draft: Any, config: DecoderConfig) -> None:
         return
     file = local_file(str(draft), load_options_of(config).for_draft(config.draft_dtype).extra)
     if is_gguf(file):
-        read_header(Path(file).expanduser())
+        read_header(expanded(file))
     else:
         place_of(file)
 

@@ -62,6 +62,8 @@ WRITTEN: list[Case] = [
     # options
     ((*GENERATE, "--temprature", "1"), "no such option: --temprature; did you mean '--temperature'?"),
     ((*GENERATE, "--max-token", "1"), "did you mean '--max-tokens'?"),
+    ((*GENERATE, "\u2014max-tokens", "3"), "no such option: \u2014max-tokens; did you mean '--max-tokens'?"),
+    ((*GENERATE, "\u2013seed=3"), "no such option: \u2013seed=3; did you mean '--seed'?"),
     ((*GENERATE, "--xyzzy"), "no such option: --xyzzy; `slipstream generate --help-all` lists them"),
     ((*GENERATE, "-z"), "no such option: -z"),
     ((*GENERATE, "--temperature"), "Option '--temperature' requires an argument"),

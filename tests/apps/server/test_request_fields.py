@@ -27,7 +27,7 @@ WRONG = [None] * 20_000
 LONE = "a\ud800"  # half of a surrogate pair
 TEXT_PART = {"type": "text", "text": LONE}
 HI = [{"role": "user", "content": "hi"}]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -169,6 +169,7 @@ NO_TEXT = "a string, or text parts"
         (CHAT, tool(parameters={"properties": 5}), "tools.0.function.parameters", ".properties=5; allowed: an object"),
         (CHAT, tool(parameters={"properties": {"a": "x"}}), "tools.0.function.parameters", ".properties.a: a string;"),
         (CHAT, tool(description=LONE), "tools.0", "tools.0 has a lone surrogate; allowed: valid Unicode"),
+        (CHAT, tool(parameters={"properties": {LONE: 1}}), "tools.0", "tools.0 has a lone surrogate; allowed: valid"),
         ("/tokenize", {}, "prompt", "prompt and messages are missing; allowed: one of them"),
         ("/tokenize", {"prompt": "x", "messages": HI}, "prompt", "prompt with messages; allowed: one of them"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model", "model 'other' is not served here"),
@@ -192,6 +193,11 @@ NO_TEXT = "a string, or text parts"
         (CHAT, {"stop": [LONE]}, "stop", "stop.0: has a lone surrogate; allowed: valid Unicode"),
         (CHAT, {LONE: 1}, None, "a field's name has a lone surrogate; allowed: valid Unicode"),
         (CHAT, {"prediction": {"type": "content", "content": LONE}}, "prediction.content", "prediction.content has '"),
+        # which an answer would repeat
+        (RESPONSES, {"input": "x", "metadata": {"a": LONE}}, "metadata", "metadata has a lone surrogate; allowed: val"),
+        (RESPONSES, {"input": "x", "tools": [{"type": LONE}]}, "tools", "tools has a lone surrogate; allowed: valid"),
+        (RESPONSES, {"input": "x", "reasoning": {"a": LONE}}, "reasoning", "reasoning has a lone surrogate; allowed:"),
+        (RESPONSES, {"input": [HI[0], {"type": [None]}]}, "input.1.type", "input.1.type: a list; allowed: a string"),
         (TEXT, {"prompt": "x" * 4231}, "prompt", "is 4096 tokens; the prompt alone has 4231"),
         # refused by their characters, before they are tokenized
         (TEXT, {"prompt": "x" * 40_000}, "prompt", "prompt has 40000 characters; allowed: at most 4096 tokens, of at"),

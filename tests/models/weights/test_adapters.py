@@ -105,6 +105,17 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_line(
     assert "\n" not in str(refusal.value)
 
 
+def test_an_adapter_whose_weights_are_not_there_is_refused(folders: Path, tmp_path: Path) -> None:
+    folder = changed(folders, tmp_path)
+    weights = Path(folder) / "adapter_model.safetensors"
+    weights.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(SlipstreamError, match=r"adapter_model\.safetensors' is only a pointer of Git LFS"):
+        SpeculativeDecoder(folder)
+    weights.unlink()
+    with pytest.raises(SlipstreamError, match=r"^adapter .* has no weights; allowed: a folder with adapter_model"):
+        SpeculativeDecoder(folder)
+
+
 def test_adapters_that_cannot_be_merged_are_refused(folders: Path, tmp_path: Path) -> None:
     import peft
 

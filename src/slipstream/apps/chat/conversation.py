@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from rich.text import Text
 
 from slipstream.certificate.parity import TieJudge, verdict
-from slipstream.checks import counted, read_json, save_text
+from slipstream.checks import counted, expanded, read_json, save_text
 from slipstream.core.rounds import FinishReason, Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError, first_line
@@ -313,12 +313,12 @@ def save(chat: Chat, path: Path) -> None:
         "messages": chat.messages,
         "turns": [turn.to_dict() for turn in chat.turns],
     }
-    save_text("file", path.expanduser(), json.dumps(value, indent=2) + "\n")
+    save_text("file", expanded(path), json.dumps(value, indent=2) + "\n")
 
 
 def load(chat: Chat, path: Path) -> None:
     """Go on with a saved conversation. UsageError for a file that holds none."""
-    value = read_json("conversation", path.expanduser())
+    value = read_json("conversation", expanded(path))
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise UsageError(f"conversation {str(path)!r} has no messages; allowed: a file that /save has written")

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream import drafters
 from slipstream.apps.chat.conversation import Chat, compare, load, save, totals
-from slipstream.checks import counted, why_unreadable
+from slipstream.checks import counted, expanded, why_unreadable
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean, one_line
 from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
@@ -279,7 +279,7 @@ def _file(chat: Chat, text: str) -> None:
     if text == "none":
         chat.files.clear()
     elif text:
-        path = Path(text).expanduser()
+        path = expanded(text)
         if (guess_type(path.name)[0] or "").startswith("image/") and path.suffix.lower() != ".svg":
             raise UsageError(f"/file {text!r} is a picture; allowed: a text file (`slipstream serve` takes pictures)")
         try:

@@ -60,6 +60,10 @@ class _Checked:
             if option.param_type_name == "option" and _needs_text(option) and "" in _values(words, option.opts):
                 flag = max(option.opts, key=len)
                 raise UsageError(f"{flag} ''; allowed: {flag} {option.metavar or 'VALUE'}")
+        names = [name for option in ctx.command.params for name in option.opts if name.startswith("--")]
+        for word in words:  # of a page that made one dash of two
+            if word[:1] in ("–", "—") and (name := f"--{word[1:].partition('=')[0]}") in names:  # noqa: RUF001
+                raise UsageError(f"no such option: {word}; did you mean {name!r}?")
         try:
             return list(super().parse_args(ctx, args))  # type: ignore[misc]
         except typer.BadParameter as error:  # whose own message may lack the value
@@ -75,7 +79,6 @@ class _Checked:
             match = re.match(r"No such option:? '?(-[^\s']*)", error.format_message())
             if match is None:
                 raise
-            names = [name for option in ctx.command.params for name in option.opts if name.startswith("--")]
             listing = f"; `{ctx.command_path} {'--help-all' if '--help-all' in names else '--help'}` lists them"
             raise UsageError(f"no such option: {match[1]}{did_you_mean(match[1], *names) or listing}") from error
 

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
-from pathlib import Path
 from time import monotonic
 from urllib.parse import quote, urlsplit
 
@@ -24,7 +23,7 @@ from slipstream.apps.server.error_objects import OVERLOADED, ApiError, as_api_er
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.server_log import log_request
 from slipstream.apps.server.server_settings import REQUEST_SECONDS, ServerSettings, is_address
-from slipstream.checks import counted, why_unreadable
+from slipstream.checks import counted, expanded, why_unreadable
 from slipstream.errors import UsageError
 
 log = logging.getLogger("slipstream.server")
@@ -54,7 +53,7 @@ class ApiKeys:
         if not file:
             return ApiKeys()
         try:
-            lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
+            lines = expanded(file).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--api-key-file {file!r} cannot be read: {why_unreadable(error)}") from error
         keys: list[tuple[str, bytes]] = []
@@ -128,7 +127,7 @@ class KeyFile:
         if not self._file:  # else it would be the current folder
             return ()
         try:
-            status = Path(self._file).expanduser().stat()
+            status = expanded(self._file).stat()
         except OSError:
             return ()
         return status.st_mtime_ns, status.st_size, status.st_ino

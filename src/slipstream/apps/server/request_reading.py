@@ -102,6 +102,7 @@ def _allowed_tools(choice: ToolChoice) -> AllowedTools:
 
 def _checked_tool(place: str, tool: dict[str, Any]) -> dict[str, Any]:
     """The tool, with properties of null as none."""
+    check_json(place, tool)
     if tool.get("type", "function") != "function":
         near = did_you_mean(str(tool.get("type")), "function")
         raise refused(f"{place}.type: {tool.get('type')!r:.40}; allowed: 'function'{near}", f"{place}.type")
@@ -123,7 +124,6 @@ def _checked_tool(place: str, tool: dict[str, Any]) -> dict[str, Any]:
         parameters = {**parameters, "properties": {}}
         tool = {**tool, "function": {**function, "parameters": parameters}}
     _check_parameters(f"{place}.function.parameters", parameters)
-    check_json(place, tool)
     return tool
 
 

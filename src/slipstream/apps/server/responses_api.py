@@ -13,10 +13,10 @@ from pydantic import Field, StrictBool
 
 from slipstream.apps.server.answer_state import ModelFacts, usage
 from slipstream.apps.server.answers import HEADERS, MessageWriter, encoded
-from slipstream.apps.server.error_objects import ApiError, refused, validated
+from slipstream.apps.server.error_objects import ApiError, refused, sent, validated
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.openai_routes import answer, models_of, served_window
-from slipstream.apps.server.request_reading import check_extra
+from slipstream.apps.server.request_reading import check_extra, check_json
 from slipstream.apps.server.schemas import (
     FAIL_FAST,
     MAX_TOKENS,
@@ -121,6 +121,8 @@ def conversation(fields: ResponsesFields, earlier: Messages, window: int) -> Cha
     earlier: what the request continues. window: the most tokens of a prompt and its answer.
     """
     check_extra(fields, strict=True)
+    for name, value in fields.model_dump(exclude={"input"}).items():  # the answer repeats them
+        check_json(name, value)
     for number, entry in enumerate(fields.context_management or []):
         name, kind, threshold = f"context_management.{number}", entry.get("type"), entry.get("compact_threshold")
         if kind != "compaction" or not (threshold is None or is_whole(threshold, window, 1 << 62)):
@@ -156,6 +158,8 @@ def input_messages(fields: ResponsesFields) -> Messages:
     messages: Messages = []
     for number, item in enumerate(fields.input):
         place, kind = f"input.{number}", item.get("type") or "message"
+        if not isinstance(kind, str):
+            raise refused(f"{sent(f'{place}.type', kind)}; allowed: a string", f"{place}.type")
         if kind == "message" and item.get("role") != "assistant":
             messages.append({"role": str(item.get("role")), "content": _parts(item.get("content"))})
         elif kind in OUTPUTS:

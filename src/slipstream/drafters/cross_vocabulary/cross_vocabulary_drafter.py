@@ -195,17 +195,18 @@ class CrossVocabularyDrafter:
         probs = sampler.probs(scores)[:, 0].nan_to_num(0.0)
         positions = torch.tensor(offsets, dtype=torch.int64).to(sampler.device, non_blocking=True)
         winner = sampler.draw_at(probs, positions, max(offsets)).clamp(min=0)
-        temperatures = [row.params.temperature or 1e-3 for row in sampler.rows]
+        temperatures = [max(row.params.temperature, 1e-3) for row in sampler.rows]
         temperature = torch.tensor(temperatures, dtype=torch.float32).to(sampler.device)[:, None]
         total = torch.logsumexp(logits.float() / temperature, -1, keepdim=True)
-        # the draft model's probability of all shared tokens together
-        mass = (torch.logsumexp(scores[:, 0].clamp(min=-1e30) / temperature, -1, keepdim=True) - total).exp()
+        # the draft model's probability of all shared tokens together; options may raise their scores beyond its total
+        mass = torch.logsumexp(scores[:, 0].clamp(min=-1e30) / temperature, -1, keepdim=True) - total
+        mass = mass.exp().clamp(max=1.0)
         chosen, chance = shared.draft_id[winner], mass[:, 0] * probs.gather(-1, winner[:, None])[:, 0]
         if not len(shared.others):
             return chosen, chance
         other, index = ((logits[:, shared.others].float() / temperature - total).exp()).max(-1)
         better = other > mass[:, 0]
-        return torch.where(better, shared.others[index], chosen), torch.where(better, other, chance.clamp(max=1.0))
+        return torch.where(better, shared.others[index], chosen), torch.where(better, other, chance)
 
     def _scores(
         self, logits: Tensor, texts: Sequence[Continuation], offsets: Sequence[int], sampler: Sampler

@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.checks import why_unreadable
+from slipstream.checks import expanded, why_unreadable
 from slipstream.drafters.suffix.automaton import LIMIT, SuffixAutomaton
 from slipstream.durable_files import replaced
 from slipstream.errors import SlipstreamError, UsageError, os_reason
@@ -93,7 +92,7 @@ class SuffixStore:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the texts to an .npz file (4 bytes per token), whole or not at all."""
-        path, texts = Path(path).expanduser(), list(self.texts())
+        path, texts = expanded(path), list(self.texts())
         lengths = np.array([len(text) for text in texts], dtype=np.int64)
         tokens = np.array([token for text in texts for token in text], dtype=np.int32)
         size, tokenizer = np.array(self.vocab_size), np.array(self.tokenizer)
@@ -106,7 +105,7 @@ class SuffixStore:
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Seed with the texts of a file; one of another vocabulary or tokenizer is refused."""
-        path = Path(path).expanduser()
+        path = expanded(path)
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
                 parts = {name: np.asarray(archive[name]) for name in FIELDS}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
-from slipstream.checks import check_whole
+from slipstream.checks import check_whole, expanded
 from slipstream.core.interfaces import Sampler
 from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import AcceptanceModel
@@ -314,7 +314,7 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
         raise UsageError(f"drafter='{before}{argument}': p={percent}; allowed: p=0 to p=100")
     if percent is not None and setup.fixed_tree:
         raise UsageError(f"drafter='{before}{argument}' with a tree; allowed: arguments other than p=PERCENT")
-    path = Path(file).expanduser() if file else None
+    path = expanded(file) if file else None
     kinds = [*prior(), *(RUNNER_UP for _ in prior())]
     uses_model = percent is None and (setup.acceptance_probs or setup.fixed_tree)
     drafter = SuffixDrafter(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import slipstream.models
+from slipstream.checks import expanded
 from slipstream.core.interfaces import Backend
 from slipstream.models.cache_folder import read_measured, save_measured
 from slipstream.models.cpu.block_experts import RecordedChoices, experts_of, same_choices
@@ -223,7 +224,7 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, la
     Slipstream's own, or that was loaded with arguments of the caller's.
     """
     files = _files(source) or _files(folder)
-    is_adapter = (Path(source).expanduser() / "adapter_config.json").is_file()  # its base model's files are not seen
+    is_adapter = (expanded(source) / "adapter_config.json").is_file()  # its base model's files are not seen
     is_known = type(model).__module__.startswith(("transformers.models.", "slipstream.models."))
     if files is None or is_adapter or options.extra or not is_known:
         return PassedTrials()
@@ -236,7 +237,7 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, la
 
 def _files(source: str) -> str | None:
     """The identities of the files that a model was read from; None if this names neither a file nor a folder."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_file():
         files = [path]
     elif path.is_dir():

@@ -16,7 +16,9 @@ from typing import Any
 
 from torch import nn
 
+from slipstream.checks import expanded
 from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.weights.model_files import refuse_pointers
 from slipstream.models.weights.safetensors_files import file_of, located
 from slipstream.models.weights.transformers_reader import reader_errors
 
@@ -78,6 +80,12 @@ class Adapter:
         except SlipstreamError:
             raise
         except reader_errors() as error:
+            place = Path(self.place) / self.files.get("subfolder", "")
+            refuse_pointers(place)
+            if place.is_dir() and not any(place.glob("adapter_model.*")):
+                raise SlipstreamError(
+                    f"adapter {self.source!r} has no weights; allowed: a folder with adapter_model.safetensors"
+                ) from error
             raise SlipstreamError(
                 f"adapter {self.source!r} does not fit its base model {self.base!r}: {one_line(error)}"
             ) from error
@@ -149,8 +157,8 @@ def adapter_at(
             f"adapter {source!r}: base_model_name_or_path={base!r} leads back to the adapter itself; allowed: the base "
             "model's hub id or folder"
         )
-    if Path(base).expanduser().is_dir():
-        adapter_at(base, str(Path(base).expanduser()), {}, adapters | {folder})
+    if expanded(base).is_dir():
+        adapter_at(base, str(expanded(base)), {}, adapters | {folder})
     return Adapter(source, place, base, str(settings.get("revision") or ""), files, settings)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from slipstream.checks import is_whole
 from slipstream.errors import SlipstreamError, UsageError, one_line, os_reason
 from slipstream.models.cpu.structs import TYPES, BlockFormat
-from slipstream.models.weights.model_files import MAGIC
+from slipstream.models.weights.model_files import MAGIC, refuse_pointers
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -368,6 +368,7 @@ def _read_part(file: Path) -> GGUFHeader:
     try:
         with file.open("rb") as stream:
             if stream.read(4) != MAGIC:
+                refuse_pointers(file)
                 raise UsageError(f"model {str(file)!r} is not a GGUF file (its first four bytes are not 'GGUF')")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 part = _parse(file, _Reader(data, len(MAGIC)))

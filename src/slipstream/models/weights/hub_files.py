@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
+from slipstream.checks import expanded
 from slipstream.durable_files import locked, sync
 from slipstream.errors import SlipstreamError, UsageError, one_line, os_reason
 from slipstream.models.notices import TimeLeft, announce, progress_bar
@@ -61,7 +62,7 @@ def fetched(source: str, name: HubName, options: Mapping[str, Any] = NO_OPTIONS)
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     repository, revision = name.repository, options.get("revision") or name.revision
-    token, cache_folder = options.get("token"), Path(options.get("cache_dir") or constants.HF_HUB_CACHE).expanduser()
+    token, cache_folder = options.get("token"), expanded(options.get("cache_dir") or constants.HF_HUB_CACHE)
     try:
         if options.get("local_files_only") or constants.is_offline_mode():
             raise OfflineModeIsEnabled("it is not asked, as local_files_only is set")

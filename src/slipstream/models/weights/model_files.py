@@ -9,8 +9,10 @@ import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+from slipstream.checks import expanded
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cache_folder import cache_folder
 
@@ -20,13 +22,15 @@ EMBEDDED = "smollm2"  # the default target, which needs no hub
 NO_DRAFT = "none"  # no draft model, not even what the target brings
 NO_OPTIONS: Mapping[str, Any] = {}
 MAGIC = b"GGUF"  # the first bytes of such a file
+READ = (".safetensors", ".bin", ".json", ".model", ".gguf")  # endings of files that are read
+LFS_POINTER = b"version https://git-lfs"  # likewise, of what Git brings in place of large files
 CONVERSION = "conversion.json"  # the file that says which version made a folder from a GGUF file; written last
 VERSION = 3  # 3: in SentencePiece vocabularies, each piece between whole tokens begins with a space
 
 
 def is_gguf(source: str) -> bool:
     """True if this names a GGUF file, by its content or, where that cannot be read, its ending."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     ending = path.suffix.lower() == ".gguf"
     try:
         if not path.is_file():  # reading a pipe might never end
@@ -35,6 +39,19 @@ def is_gguf(source: str) -> bool:
             return ending or stream.read(len(MAGIC)) == MAGIC
     except (OSError, ValueError):
         return ending
+
+
+def refuse_pointers(place: Path) -> None:
+    """Refuse a file, or a folder's, in place of which Git has brought a pointer, as it does without Git LFS."""
+    for file in [place] if place.is_file() else sorted(place.glob("*")):
+        if file.suffix not in READ or not file.is_file():
+            continue
+        with file.open("rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise SlipstreamError(
+                    f"{str(file)!r} is only a pointer of Git LFS; allowed: the file itself, which `git lfs pull` "
+                    "fetches"
+                )
 
 
 def is_converted(folder: Path) -> bool:
@@ -61,7 +78,10 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
     if (refusal := code_of_its_own(source, error)) is not None:
         return refusal
     reason = one_line(error)
+    if isinstance(error, UnpicklingError):  # PyTorch's advice is to run the file's code
+        reason = "its .bin file is damaged, or holds more than tensors; allowed: .safetensors, or tensors alone"
     if Path(folder).exists():
+        refuse_pointers(Path(folder))
         return SlipstreamError(f"model {source!r} could not be loaded: {reason}")
     from huggingface_hub.constants import is_offline_mode  # which is not among what help and usage errors import
 

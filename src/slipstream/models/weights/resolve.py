@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from slipstream.checks import expanded
 from slipstream.errors import UsageError, os_reason
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.weights.hub import hub_or_cached
@@ -54,10 +55,10 @@ def place_of(source: str, subfolder: str = "") -> str:
     if is_gguf(source):
         from slipstream.models.weights.gguf_conversion import convert_gguf
 
-        return str(convert_gguf(Path(source).expanduser()))
+        return str(convert_gguf(expanded(source)))
     if address := HUB_ADDRESS.match(source):
         raise UsageError(f"model {source!r} is an address; did you mean {address[1]!r}?")
-    path = Path(source)
+    path = expanded(source)
     try:
         is_cached = "/" not in source and (cache_folder() / source / "config.json").is_file()
         looks_local = path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
@@ -66,14 +67,13 @@ def place_of(source: str, subfolder: str = "") -> str:
     if is_cached:
         return str(_cached(source))
     if looks_local:
-        if not (path.expanduser() / subfolder / "config.json").is_file():
-            if (path.expanduser() / subfolder / "adapter_config.json").is_file():
-                return str(path.expanduser())
+        if not (path / subfolder / "config.json").is_file():
+            if (path / subfolder / "adapter_config.json").is_file():
+                return str(path)
             raise UsageError(
-                f"model {source!r} {_why_no_model(path.expanduser())} "
-                "allowed: a Hugging Face model folder, a GGUF file or a hub id"
+                f"model {source!r} {_why_no_model(path)} allowed: a Hugging Face model folder, a GGUF file or a hub id"
             )
-        return str(path.expanduser())
+        return str(path)
     if source == "toy":
         raise UsageError("model 'toy' is built in and has no files; allowed here: a model of transformers")
     if "/" not in source and (nearest := get_close_matches(source, known_names(), 1, SIMILAR)):

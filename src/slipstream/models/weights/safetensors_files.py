@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cpu.structs import BY_NAME
 from slipstream.models.weights.gguf_file import TensorEntry
-from slipstream.models.weights.model_files import NO_OPTIONS
+from slipstream.models.weights.model_files import NO_OPTIONS, refuse_pointers
 from slipstream.models.weights.transformers_reader import reader_errors
 from slipstream.models.weights.unused_tensors import refuse_unused
 
@@ -171,6 +171,7 @@ class CheckpointFiles:
                         name, f"ends at byte {end:,} of {file.name}, which is truncated", f"up to {size:,}"
                     )
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            refuse_pointers(file)
             raise SlipstreamError(
                 f"model {self.source!r}: {file.name} could not be read: its header is no JSON of tensors"
             ) from error

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slipstream.checks import expanded
 from slipstream.durable_files import locked
 from slipstream.errors import SlipstreamError, UsageError, os_reason
 from slipstream.models.cache_folder import PANELS, cache_folder, panels_folder
@@ -265,7 +266,7 @@ def _weights_bytes(name: str) -> int:
         return 0
     file = local_file(name)
     if is_gguf(file):
-        return sum(part.stat().st_size for part in _parts(Path(file).expanduser()))
+        return sum(part.stat().st_size for part in _parts(expanded(file)))
     place = place_of(name)
     if not os.path.isdir(place):
         from huggingface_hub import snapshot_download

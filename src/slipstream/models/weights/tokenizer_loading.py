@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from slipstream.checks import expanded
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.generation_settings import read_end_ids
 from slipstream.models.loaded import LoadOptions, is_toy
@@ -13,7 +14,7 @@ from slipstream.models.model_size import num_weights_read
 from slipstream.models.toy import load_toy
 from slipstream.models.weights.adapters import adapter_at
 from slipstream.models.weights.hub_files import local_file
-from slipstream.models.weights.model_files import code_of_its_own, is_converted, is_gguf, not_loaded
+from slipstream.models.weights.model_files import code_of_its_own, is_converted, is_gguf, not_loaded, refuse_pointers
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 from slipstream.models.weights.transformers_reader import quietly, reader_errors
@@ -41,6 +42,7 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
     except ImportError as error:  # a package that this tokenizer needs
         raise SlipstreamError(f"the tokenizer of model {source!r} needs more packages: {one_line(error)}") from error
     except Exception as error:  # the tokenizers package raises plain Exception on damaged files
+        refuse_pointers(place)
         raise code_of_its_own(source, error) or SlipstreamError(
             f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}"
         ) from error
@@ -85,4 +87,4 @@ def _described(source: str) -> str:
     from slipstream.models.weights.gguf_configuration import described
     from slipstream.models.weights.gguf_file import read_header
 
-    return str(described(read_header(Path(source).expanduser())))
+    return str(described(read_header(expanded(source))))

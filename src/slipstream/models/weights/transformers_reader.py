@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def reader_errors() -> tuple[type[Exception], ...]:
         RuntimeError,
         ImportError,
         EOFError,
+        UnpicklingError,
         struct.error,
         SafetensorError,
         StrictDataclassError,
