@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slipstream import SamplingParams, UsageError
-from slipstream.errors import did_you_mean, os_reason
+from slipstream.errors import did_you_mean, first_line, one_line, os_reason, with_class
 from tests.support.chat_fakes import refused, toy
 from tests.support.command_line import run
 
@@ -66,3 +67,10 @@ def test_a_missing_file_is_reported_in_the_same_words_by_every_command(
         assert "cannot be read: no such file or directory" in run(capsys, monkeypatch, *command)[2], command[0]
     assert os_reason(OSError(errno.EACCES, os.strerror(errno.EACCES))) == "permission denied"
     assert os_reason(OSError("Odd")) == "odd"
+
+
+@pytest.mark.parametrize("tell", [first_line, one_line, with_class])
+def test_an_error_whose_message_says_little_is_told_with_its_class(tell: Callable[[BaseException], str]) -> None:
+    assert tell(KeyError("nope")) == "KeyError: 'nope'"
+    assert tell(ZeroDivisionError("division by zero")) == "ZeroDivisionError: division by zero"
+    assert tell(ValueError()) == "ValueError"

@@ -20,14 +20,23 @@ class UsageError(SlipstreamError, ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its class if it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """The first line of an exception's message, as `_message`."""
+    return _message(error, next(iter(str(error).strip().splitlines()), ""))
+
+
+def one_line(error: BaseException) -> str:
+    """The whole message of an error on one line, as `_message`."""
+    return _message(error, " ".join(str(error).split()))
+
+
+def _message(error: BaseException, text: str) -> str:
+    """The text; with the class of an error whose text alone says little, such as KeyError, or has none."""
+    return with_class(error) if not text or isinstance(error, (LookupError, ArithmeticError)) else text
 
 
 def with_class(error: BaseException) -> str:
     """The class of an exception and the first line of its message."""
-    name, line = type(error).__name__, first_line(error)
-    return line if line == name else f"{name}: {line}"
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def did_you_mean(name: str, *allowed: str) -> str:
@@ -46,11 +55,6 @@ def setting(default: Any, text: str, *, per_model: bool = False) -> Any:
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def one_line(error: Exception) -> str:
-    """The whole message of an error on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def os_reason(error: OSError) -> str:
