@@ -31,6 +31,7 @@ from random import Random
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import slipstream.models.pretrained  # noqa: F401 (what the processes would import each)
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -38,12 +39,13 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.cpu import huge_pages
 from slipstream.models.cpu.kernel_libraries import block_kernels, kernels
 from slipstream.models.cpu.structs import FORMATS
-from slipstream.models.hf.trials import difference
+from slipstream.models.hf.trials import a_few_tokens, check_logits, difference
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.quantized_models import load_in_blocks
+from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_file import read_header
-from slipstream.models.weights.gguf_tokenizer import read_tokenizer, token_settings
+from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.reproducibility import calibration_cache
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.tokenization.file_tokenizer import FileTokenizer
@@ -62,7 +64,6 @@ WHOLE = 40  # of so many files one is loaded to the end, with its trials
 COMPARED = 10  # of so many that run, one is compared with transformers' forward
 CLOSE = 0.1  # see `trials.difference`
 ROOMY = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
-IDS = torch.randint(0, 250, (1, 9), generator=torch.Generator().manual_seed(1))
 TEXTS = ("Hello  world,\n12345 it's", " \u00e9\u4e2d\U0001f600\u0301", "<|im_end|><start>user</s> a b", "")
 RECURRENT = ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "granitehybrid", "granitehybrid-dense")
 MIXTURES = (
@@ -90,17 +91,40 @@ class Reader:
     refusal: Callable[[Path, int], str | None]
 
 
-def run(load_file: Callable[[], Any]) -> str | None:
-    """The line that refuses a model; None if it gives finite logits."""
+def run(source: str, number: int, rounding: str = "none") -> str | None:
+    """The line that refuses a model; None if it gives finite logits and, of some, transformers' logits.
+
+    Most are not loaded to the end, with trials.
+    """
+    options = LoadOptions(rounding=rounding)
     try:
-        model = load_file()
-        with torch.inference_mode():
-            logits = model(input_ids=IDS, use_cache=False).logits
+        quantized = None if number % WHOLE == 0 else load_in_blocks(source, options)
+        model = load(source, options).model if quantized is None else quantized.model
+        logits = logits_of(model)
+        if quantized is not None:
+            try:
+                check_logits(logits)
+            except SlipstreamError:
+                load(source, options)
+                raise AssertionError("loads, although logits are not finite") from None
+            if number % COMPARED == 1 and quantized.in_blocks and rounding == "none":
+                exact = load_in_blocks(source, LoadOptions(activations="int15"))
+                assert exact is not None
+                plain = load(source, LoadOptions(dtype="float32", fast=False)).model
+                error = difference(logits_of(exact.model), logits_of(plain))
+                assert error < CLOSE, f"logits differ from transformers' by {error:.3f}"
     except SlipstreamError as error:
         return one_line(error)
-    assert logits.shape[:2] == IDS.shape, logits.shape
-    assert bool(torch.isfinite(logits).all()), "logits are not finite"
     return None
+
+
+def logits_of(model: Any) -> Tensor:
+    """Logits of the tokens of the trials."""
+    ids = a_few_tokens(model.config.get_text_config().vocab_size, torch.device("cpu"))
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    assert logits.shape[:2] == ids.shape, logits.shape
+    return logits
 
 
 def one_line(error: SlipstreamError) -> str:
@@ -144,21 +168,7 @@ def damage_gguf(random: Random, parts: Parts, folder: Path) -> None:
 
 
 def gguf_refusal(folder: Path, number: int) -> str | None:
-    file, computed = str(folder / "damaged.gguf"), list[Any]()
-
-    def load_file() -> Any:
-        quantized = None if number % WHOLE == 0 else load_in_blocks(file, LoadOptions())
-        computed.append(load(file, LoadOptions()).model if quantized is None else quantized.model)
-        return computed[0]
-
-    line = run(load_file)
-    if line is None and number % COMPARED == 1:
-        with torch.inference_mode():
-            logits = computed[0](input_ids=IDS, use_cache=False).logits
-            plain = load(file, LoadOptions(dtype="float32", fast=False)).model(input_ids=IDS, use_cache=False).logits
-        error = difference(logits, plain)
-        assert error < CLOSE, f"logits differ from transformers' by {error:.3f}"
-    return line
+    return run(str(folder / "damaged.gguf"), number)
 
 
 # checkpoints
@@ -217,16 +227,11 @@ def damage_folder(random: Random, content: dict[str, bytes], folder: Path) -> No
 
 
 def checkpoint_refusal(folder: Path, number: int) -> str | None:
-    rounding = "int8" if number % 3 == 0 else "none"
-    return run(lambda: load(str(folder), LoadOptions(rounding=rounding)).model)
+    return run(str(folder), number, "int8" if number % 2 else "none")
 
 
 def quantized_refusal(folder: Path, number: int) -> str | None:
-    def load_file() -> Any:
-        quantized = None if number % WHOLE == 0 else load_in_blocks(str(folder), LoadOptions())
-        return load(str(folder), LoadOptions()).model if quantized is None else quantized.model
-
-    return run(load_file)
+    return run(str(folder), number)
 
 
 # tokenizers and templates
@@ -278,18 +283,9 @@ def damage_tokenizer(random: Random, parts: Parts, folder: Path) -> None:
 
 
 def tokenizer_refusal(folder: Path, number: int) -> str | None:
-    from slipstream.models.weights.gguf_configuration import described
-    from slipstream.models.weights.tokenizer_loading import load_tokenizer
-
     file = folder / "damaged.gguf"
     try:
-        if number % WHOLE == 0:
-            tokenizer = load_tokenizer(str(file), str(described(read_header(file))))
-        else:
-            header = read_header(file)
-            read = read_tokenizer(header)
-            token_settings(header, read)
-            tokenizer = None if read is None else HFTokenizer(read)
+        tokenizer = load_tokenizer(str(file), str(described(read_header(file))))
         if tokenizer is None:
             return "no tokenizer"
         size = len(tokenizer.vocabulary())
