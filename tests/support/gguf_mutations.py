@@ -52,6 +52,10 @@ class Parts:
         ]
         return cls(values, tensors, bytearray(content[data:]))
 
+    def copy(self) -> Parts:
+        tensors = [replace(tensor, shape=list(tensor.shape)) for tensor in self.tensors]
+        return Parts([list(value) for value in self.values], tensors, bytearray(self.data))
+
     def written(self) -> bytearray:
         table = [struct.pack("<4sIQQ", b"GGUF", 3, len(self.tensors), len(self.values))]
         table += [struct.pack("<Q", len(name)) + name + value for name, value in self.values]

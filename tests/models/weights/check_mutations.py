@@ -3,6 +3,8 @@
     python -m tests.models.weights.check_mutations 10000                   # of each reader
     python -m tests.models.weights.check_mutations 10000 dense tokenizer   # of these
     python -m tests.models.weights.check_mutations 1 dense --first 4711    # one of them again; --keep FOLDER keeps it
+    CC="gcc -fsanitize=address,undefined -fno-sanitize-recover=all" ASAN_OPTIONS=detect_leaks=0 \\
+        LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" python -m ...
 
 A damaged file is determined by its reader, the seed and its number. Processes of their own load them, so that a crash,
 a file that takes longer than `SECONDS` or one that takes more than `MEMORY` is a fault of one number.
@@ -11,11 +13,9 @@ a file that takes longer than `SECONDS` or one that takes more than `MEMORY` is 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -39,7 +39,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.cpu import huge_pages
 from slipstream.models.cpu.kernel_libraries import block_kernels, kernels
 from slipstream.models.cpu.structs import FORMATS
-from slipstream.models.hf.trials import a_few_tokens, check_logits, difference
+from slipstream.models.hf.trials import a_few_logits, a_few_tokens, check_logits, difference
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.quantized_models import load_in_blocks
@@ -102,11 +102,10 @@ def run(source: str, number: int, rounding: str = "none") -> str | None:
         model = load(source, options).model if quantized is None else quantized.model
         logits = logits_of(model)
         if quantized is not None:
-            try:
-                check_logits(logits)
-            except SlipstreamError:
-                load(source, options)
-                raise AssertionError("loads, although logits are not finite") from None
+            if not is_finite(logits):
+                loaded = load(source, options)
+                assert is_finite(a_few_logits(loaded.backend)), "loads, although logits are not finite"
+                return None
             if number % COMPARED == 1 and quantized.in_blocks and rounding == "none":
                 exact = load_in_blocks(source, LoadOptions(activations="int15"))
                 assert exact is not None
@@ -116,6 +115,14 @@ def run(source: str, number: int, rounding: str = "none") -> str | None:
     except SlipstreamError as error:
         return one_line(error)
     return None
+
+
+def is_finite(logits: Tensor) -> bool:
+    try:
+        check_logits(logits)
+    except SlipstreamError:
+        return False
+    return True
 
 
 def logits_of(model: Any) -> Tensor:
@@ -164,7 +171,7 @@ def _files(names: Sequence[str], folder: Path) -> Iterator[Path]:
 def damage_gguf(random: Random, parts: Parts, folder: Path) -> None:
     kinds = [kind for kind in MUTATIONS if kind != "experts" or any(b"_exps." in t.name for t in parts.tensors)]
     kind = random.choice(kinds)
-    (folder / "damaged.gguf").write_bytes(MUTATIONS[kind](random, copy.deepcopy(parts)))
+    (folder / "damaged.gguf").write_bytes(MUTATIONS[kind](random, parts.copy()))
 
 
 def gguf_refusal(folder: Path, number: int) -> str | None:
@@ -279,7 +286,7 @@ def _sentencepiece(kind: str) -> Callable[[Any], None]:
 
 def damage_tokenizer(random: Random, parts: Parts, folder: Path) -> None:
     kind = random.choice(("header", "metadata", "metadata", "metadata"))
-    (folder / "damaged.gguf").write_bytes(MUTATIONS[kind](random, copy.deepcopy(parts)))
+    (folder / "damaged.gguf").write_bytes(MUTATIONS[kind](random, parts.copy()))
 
 
 def tokenizer_refusal(folder: Path, number: int) -> str | None:
@@ -500,6 +507,8 @@ def _result(reader: Reader, name: str, samples: Sequence[Any], seed: int, number
 
 def _limit_memory() -> None:
     """The sanitizers reserve more address space than there is memory, and have a limit of their own."""
+    import resource  # not on Windows
+
     if "asan" not in os.environ.get("LD_PRELOAD", ""):
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, used + MEMORY))
