@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from terminal import Count, JsonFile, console, numbers, run, save
 from torch import Tensor
 
@@ -100,7 +99,7 @@ class Timed:
 def main(
     models: list[str],
     widths: str = "1,2,4,8",
-    turns: Annotated[Count, typer.Option(help="forwards of each width and kind of tokens")] = 20,
+    turns: Count = 20,
     json_file: JsonFile = None,
 ) -> None:
     """Print predicted and measured milliseconds, their ratio, and the distinct experts of a layer."""
