@@ -109,6 +109,7 @@ struct recurrence {
     const float *weight, *bias, *rate, *shift, *skip;
     int64_t channels, taps, inputs, heads, key_heads, key_size, value_size, queries, keys, values, ring;
     int32_t corrects, normalized, is_float;
+    float least_step;
 };
 
 /* A recurrent layer's mixer. Of the numbers that the layer's first product gives a token, the channels begin at `channels`,
