@@ -4,7 +4,7 @@
     python -m tests.models.weights.check_mutations 10000 dense tokenizer   # of these
     python -m tests.models.weights.check_mutations 1 dense --first 4711    # one of them again; --keep FOLDER keeps it
     CC="gcc -fsanitize=address,undefined -fno-sanitize-recover=all" ASAN_OPTIONS=detect_leaks=0 \\
-        LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" python -m ...
+        LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" python -m ...  # compiles
 
 A damaged file is determined by its reader, the seed and its number. Processes of their own load them, so that a crash,
 a file that takes longer than `SECONDS` or one that takes more than `MEMORY` is a fault of one number.
