@@ -43,7 +43,7 @@ check: $(STAMP)
 check-architectures: $(STAMP)
 	@$(BIN)/python -m tests.models.check_architectures --table
 
-# Damaged GGUF files of every kind; takes hours.
+# Damaged files of every reader: 80,000 of them in about half an hour.
 check-mutations: $(STAMP)
 	@$(BIN)/python -m tests.models.weights.check_mutations 10000
 

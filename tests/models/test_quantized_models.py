@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -123,6 +124,18 @@ def test_without_kernels_the_rounded_weights_are_unpacked_with_one_warning(
     expected = load_unpacked(folder, LoadOptions("float32", rounding="int4")).model.layers[0].mlp.up_proj.weight
     unpacked = load(folder, LoadOptions(fast=False, rounding="int4")).model.model.layers[0].mlp.up_proj.weight
     assert torch.equal(expected.bfloat16(), unpacked)
+
+
+@kernels
+def test_a_configuration_whose_buffers_are_not_finite_is_refused(folder: str, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "damaged")
+    config = json.loads(Path(folder, "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = -1.5
+    (tmp_path / "damaged" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"quantize='int8', but .* cannot be made: .* buffer .*inv_freq; allowed"):
+        load(str(tmp_path / "damaged"), LoadOptions(rounding="int8"))
+    with pytest.raises(SlipstreamError, match="logits that are not finite"):
+        load(str(tmp_path / "damaged"), LoadOptions())
 
 
 def test_models_that_cannot_be_quantized_are_refused(folder: str, tmp_path: Path) -> None:

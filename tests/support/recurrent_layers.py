@@ -34,6 +34,7 @@ def make_recurrence(kind: str, dtype: torch.dtype, size: int = 16) -> Recurrence
         rate=-random(4).abs(),
         shift=random(4),
         skip=None if corrects else random(4),
+        least_step=0.0 if corrects else 0.3,
     )
     bias = None if corrects else random(2 * keys + values)
     return Recurrence(random(2 * keys + values, 4) / 2, bias, heads, dtype)

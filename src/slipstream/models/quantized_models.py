@@ -457,7 +457,12 @@ class RoundedCheckpoint(_Checkpoint):
         )
 
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
-        model, tensors, files = self._tensors()
+        try:
+            model, tensors, files = self._tensors()
+        except NotInBlocksError as error:  # whether in blocks or not, of a damaged configuration
+            raise UsageError(
+                f"quantize={self.quantize!r}, but model {self.source!r} cannot be made: {error}; allowed: 'none'"
+            ) from error
         if expert_blocks(model):
             raise self._no_mixture("it is quantized only where the kernels compute with blocks")
         weights = dict[str, Tensor]()

@@ -27,7 +27,7 @@ from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.queued_texts import GREEDY, QueuedTexts
 from tests.support.tiny_models import fresh, reference
 
-HYBRIDS = ("olmo_hybrid", "rwkv", "xlstm", "zamba2", "kimi_linear", "jamba", "nemotron_h")
+HYBRIDS = ("olmo_hybrid", "rwkv", "xlstm", "kimi_linear", "jamba")
 StateAt = Callable[[OwnCaches, int, int], State | None]
 
 

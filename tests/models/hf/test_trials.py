@@ -1,6 +1,7 @@
 """Trials that a model passed are not repeated by the next process; failed and new ones are."""
 
 import gc
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.compiled_layers import CompiledOps
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf import trials
@@ -65,7 +67,9 @@ def test_a_model_that_passed_is_loaded_the_same_without_trials(folder: str, trie
 
 
 @needs_kernels
-@pytest.mark.parametrize("change", ["file", "weights", "configuration", "dtype", "switch", "code", "damage", "depth"])
+@pytest.mark.parametrize(
+    "change", ["file", "weights", "configuration", "dtype", "switch", "code", "damage", "depth", "types"]
+)
 def test_a_trial_is_repeated_when_anything_it_depends_on_changes(
     folder: str, tried: list[Any], change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -92,7 +96,8 @@ def test_a_trial_is_repeated_when_anything_it_depends_on_changes(
         monkeypatch.setattr("slipstream.models.hf.trials._digest_of_code", lambda: "another")
     else:
         for file in (tmp_path / "cache" / "trials").iterdir():
-            file.write_text(file.read_text()[:9] if change == "damage" else "[" * 100_000)
+            damaged = {"damage": file.read_text()[:9], "depth": "[" * 100_000}
+            file.write_text(damaged.get(change) or json.dumps(json.loads(file.read_text()) | {"passed": [1, "a"]}))
     load(folder, options)
     assert len(tried) > before
 
@@ -129,6 +134,24 @@ def test_models_with_the_callers_own_code_or_arguments_are_always_tried(folder: 
 def test_a_model_loads_without_a_writable_cache_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(Path(folder) / "config.json"))  # not a folder
     assert logits(load(folder, LoadOptions())).isfinite().all()
+
+
+@pytest.mark.parametrize("options", [LoadOptions(), LoadOptions("float32"), LoadOptions(fast=False)])
+def test_a_model_whose_logits_are_not_finite_is_refused(folder: str, options: LoadOptions) -> None:
+    model = fresh("llama", dtype=torch.bfloat16, head_dim=64)
+    model.model.norm.weight.data.fill_(1e38)
+    model.lm_head.weight.data *= 100
+    model.save_pretrained(folder)
+    with pytest.raises(SlipstreamError, match="the model gives logits that are not finite"):
+        load(folder, options)
+
+
+@pytest.mark.parametrize("length", [-512, 2.5, "512"])
+def test_a_length_that_is_no_number_of_tokens_is_refused(folder: str, length: object) -> None:
+    config = json.loads((Path(folder) / "config.json").read_text())
+    (Path(folder) / "config.json").write_text(json.dumps(config | {"max_position_embeddings": length}))
+    with pytest.raises(SlipstreamError, match="max_position_embeddings"):
+        load(folder, LoadOptions())
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -22,6 +22,7 @@ from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
 from slipstream.models.cpu.compiled_layers import BlockLayerOps
 from slipstream.models.cpu.processor import NEEDED, processor
+from slipstream.models.cpu.structs import TYPES
 from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.decoder.rotary import RotaryAngles
 from slipstream.models.draft_vocabulary import RestrictedHead
@@ -29,7 +30,7 @@ from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_model
 from slipstream.models.weights.gguf_file import read_header
-from tests.support.gguf_files import TOKENS, write_model
+from tests.support.gguf_files import HALVES, TOKENS, write_model
 from tests.support.quantized_files import kl
 
 gguf = pytest.importorskip("gguf")
@@ -121,8 +122,8 @@ def test_damaged_weights_give_some_text_or_one_line(kind: str, tmp_path: Path) -
     for _ in range(200):
         content[down.start + damage.randrange(down.num_bytes)] = damage.randrange(256)
     file.write_bytes(content)
-    decoder = SpeculativeDecoder(str(file), drafter="none", reproducible=False)
     try:
+        decoder = SpeculativeDecoder(str(file), drafter="none", reproducible=False)
         assert len(decoder.generate(PROMPTS[0], SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
     except SlipstreamError as error:
         assert "\n" not in str(error)
@@ -393,6 +394,26 @@ def test_norms_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         SlipstreamError, match=r"tensor 'output_norm.weight' holds numbers that are not finite; allowed"
     ):
         load(str(file), LoadOptions())
+
+
+@pytest.mark.parametrize("kind", [block.name for block in TYPES if block.number >= 0 and block.name != "NVFP4"])
+def test_matrices_whose_scales_are_not_finite_are_refused(kind: str, tmp_path: Path) -> None:
+    """NVFP4 has no such scale."""
+    file = tmp_path / "infinite.gguf"
+    write_model(file, kinds=kind, num_hidden_layers=1, tie_word_embeddings=False)
+    whole = file.read_bytes()
+    # packed ahead, in another order, and read row by row
+    for name in ("blk.0.ffn_up.weight", "blk.0.attn_q.weight", "token_embd.weight"):
+        entry, damaged = read_header(file).tensors[name], bytearray(whole)
+        place, count = HALVES.get(kind, (0, 1))
+        bits = {"F32": b"\0\0\x80\x7f", "BF16": b"\x80\xff", "MXFP4": b"\xff"}.get(kind, b"\0\x7c")
+        place += entry.start + (count - 1) * len(bits)  # of several, the minimum
+        damaged[place : place + len(bits)] = bits
+        file.write_bytes(damaged)
+        with pytest.raises(
+            SlipstreamError, match=f"tensor '{name}' holds numbers that are not finite; allowed: finite"
+        ):
+            load(str(file), LoadOptions())
 
 
 def test_a_header_that_counts_more_than_the_file_holds_is_refused_as_truncated(

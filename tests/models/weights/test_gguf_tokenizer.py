@@ -318,6 +318,12 @@ def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path) -> None:
         info_of(tmp_path, lambda writer: writer.add_tokenizer_model("t5"))
 
 
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "some.gguf", more=lambda writer: writer.add_bool("tokenizer.chat_template", True))
+    with pytest.raises(SlipstreamError, match=r"tokenizer\.chat_template is True; allowed: a text"):
+        inspect_vocabulary(str(tmp_path / "some.gguf"))
+
+
 TURNS = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3, "<stop>": 3}
 HARMONY = {"<|return|>": 3, "<|call|>": 3, "<|end|>": 3}
 
@@ -376,6 +382,19 @@ def test_a_conversion_of_an_older_version_is_repeated(tmp_path: Path, cache: Pat
         assert loaded is not None and spelled(loaded, loaded.encode("\n\n1")) == ["ĊĊ", "1"]
         before = (folder / "config.json").stat().st_mtime_ns
         assert Path(resolve(name)) == folder and (folder / "config.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_damaged_conversion_is_refused_with_what_to_delete(content: str, tmp_path: Path) -> None:
+    from slipstream.models.load import load
+    from slipstream.models.loaded import LoadOptions
+
+    info_of(tmp_path, byte_level("smollm", TURNS, eos="<|endoftext|>"))
+    folder = Path(resolve(str(tmp_path / "some.gguf")))
+    described = next(folder.parent.glob("gguf/*/config.json"), folder / "config.json")
+    described.write_text(content)
+    with pytest.raises(SlipstreamError, match=r"config\.json could not be read: .*; delete the folder"):
+        load(str(tmp_path / "some.gguf"), LoadOptions())
 
 
 @pytest.mark.smollm2

@@ -146,6 +146,27 @@ def test_a_file_that_is_cut_while_experts_are_used_is_an_error_and_no_text(
         loaded.backend.forward(IDS, [0], first_slot=0, logits=True)
 
 
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_large_files_whose_scales_are_not_finite_are_refused(
+    is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    file = write(tmp_path / "large.gguf")
+    place, content = read_header(file).tensors["blk.1.ffn_up_exps.weight"].start, bytearray(file.read_bytes())
+    content[place : place + 2] = b"\0\x7c"
+    file.write_bytes(content)
+    if is_mapped:
+        make_large(monkeypatch, file)
+        with pytest.raises(
+            SlipstreamError, match=r"tensor 'blk\.1\.ffn_up_exps\.weight' holds numbers that are not finite"
+        ):
+            load(str(file), LoadOptions())
+        return
+    request.getfixturevalue("full_disk")
+    let_some_experts_fit(monkeypatch, file)
+    with pytest.raises(SlipstreamError, match="experts hold numbers that are not finite; allowed: finite numbers"):
+        run(file)
+
+
 def test_what_fits_neither_into_memory_nor_on_the_disk_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: None
 ) -> None:

@@ -61,13 +61,15 @@ class BlockPart:
         self.outputs, self.inputs = shape
         self.inputs_from: Tensor | None = None  # [inputs] which of a layer's inputs each is; None: in order
         self.scale: Tensor | None = None  # [1] float32 that multiplies all weights; None: 1
+        self.is_finite = True  # whether all numbers that `read` gave are
         self._panel_bytes: int = library.panel_bytes(block.code, self.inputs)
         self.data = (memory or HugePages()).take(panels_size(block, shape, library))
         if read is None:
             return
         for first, last in self.steps(PACKED_AT_A_TIME):
             rows = read(first, last)
-            library.pack_panels(block.code, rows.ctypes.data, len(rows), self.inputs, self.from_row(first), 1)
+            sizes = len(rows), self.inputs
+            self.is_finite &= bool(library.pack_panels(block.code, rows.ctypes.data, *sizes, self.from_row(first), 1))
 
     @property
     def row_bytes(self) -> int:

@@ -44,6 +44,7 @@ class CompiledRecurrence:
             0,
             *traits,
             recurrence.dtype == torch.float32,
+            0.0 if recurrence.heads is None else recurrence.heads.least_step,
         )
 
     def __call__(self, memory: LayerMemory, segments: Sequence[Segment], x: Tensor) -> Tensor:

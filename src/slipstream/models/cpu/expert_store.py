@@ -53,9 +53,10 @@ class ExpertStore:
         return struct
 
     def check(self) -> None:
-        """Raise `SlipstreamError` if a file could not be read: what was computed since then is NaN."""
+        """Raise `SlipstreamError` if experts could not be read or are not finite: later numbers are NaN."""
         if self.struct.failed:
             names = " or ".join(repr(str(file)) for file in self._files)
-            raise SlipstreamError(
-                f"model {names}: experts could not be read while they were needed; the file must stay as it is"
-            )
+            reason = "could not be read while they were needed; the file must stay as it is"
+            if self.struct.failed == 2:
+                reason = "hold numbers that are not finite; allowed: finite numbers"
+            raise SlipstreamError(f"model {names}: experts {reason}")

@@ -87,7 +87,7 @@ SIGNATURES = {
     "advance_states": "ppnpppp",
     # blocks
     "panel_bytes": "nn>n",
-    "pack_panels": "npnnpi",
+    "pack_panels": "npnnpi>i",
     "pack_pieces": "ipnpi>n",  # missing on Windows
     "unpack_rows": "pnpnp",
     "activation_bytes": "nnn>n",

@@ -35,8 +35,8 @@ class Heads:
     """The heads of a recurrence. queries, keys, values: the channels of the convolution at which they begin.
 
     corrects: whether the delta rule's m is subtracted; normalized: whether queries and keys are scaled to length 1.
-    rate, shift: [count], with a = exp(rate * softplus(gate + shift)). skip: [count], factors of the values that are
-    added to the output; None if none are.
+    rate, shift: [count], with a = exp(rate * step) and step = softplus(gate + shift). skip: [count], factors of the
+    values that are added to the output; None if none are. least_step: without the delta rule, steps are no smaller.
     """
 
     count: int
@@ -51,6 +51,7 @@ class Heads:
     rate: Tensor
     shift: Tensor
     skip: Tensor | None = None
+    least_step: float = 0.0
 
     @property
     def gates(self) -> int:
@@ -225,7 +226,7 @@ def _gates(recurrence: Recurrence, heads: Heads, gates: Tensor) -> tuple[Tensor,
     if heads.corrects:
         take, step = gates[: heads.count].sigmoid().float(), softplus(gates[heads.count :].float() + heads.shift)
         return (heads.rate * step).exp(), take
-    step = softplus(gates + heads.shift.to(recurrence.dtype)).float()
+    step = softplus(gates + heads.shift.to(recurrence.dtype)).clamp(min=heads.least_step).float()
     return (heads.rate * step).exp(), step
 
 

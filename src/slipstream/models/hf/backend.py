@@ -27,6 +27,7 @@ from slipstream.models.hf import decoder_layers
 from slipstream.models.hf.prepared_inputs import cache_name, input_device, vocab_size_of
 from slipstream.models.hf.recurrent_mixers import recurrent_states
 from slipstream.models.hf.rotations_by_length import drops_cache, rotate_by_length, texts_are_long
+from slipstream.models.hf.thresholds import longest_text
 
 
 class HFBackend:
@@ -50,7 +51,7 @@ class HFBackend:
         self.device: torch.device = input_device(model)
         config = model.config.get_text_config()
         self.vocab_size = vocab_size_of(model)
-        self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.max_length: int = longest_text(config) or 1 << 20
         self.num_layers: int = config.num_hidden_layers
         self.cache = _new_cache(model, config.num_hidden_layers) if cache is None else cache
         accepted = inspect.signature(model.forward).parameters

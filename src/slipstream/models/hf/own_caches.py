@@ -23,6 +23,7 @@ from slipstream.models.decoder.attention import unmasked_window
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.hf.prepared_inputs import BUCKETS, NAMES, cache_name, input_device, prepared_name, vocab_size_of
 from slipstream.models.hf.rotations_by_length import rotate_by_length
+from slipstream.models.hf.thresholds import longest_text
 
 CACHE_NAMES = (*NAMES, "state", "mems", BUCKETS)  # of `forward`'s arguments
 NEWEST, MAX_STATES = 10, 16  # states kept of a row: always the newest 10, at most 16 in all
@@ -161,7 +162,7 @@ class OwnCacheBackend:
         self.device = input_device(model)
         # beyond it the model would read a short text as a long one, if only because of its draft
         longest = rotate_by_length(model) or unmasked_window(model)
-        self.max_length: int = longest or getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.max_length: int = longest or longest_text(config) or 1 << 20
         self.takes_several_tokens, self.rounds_like_one_token = True, model.dtype in (torch.float32, torch.float64)
         self._accepts = inspect.signature(model.forward).parameters
         self._cache_name = cache_name(model, CACHE_NAMES)

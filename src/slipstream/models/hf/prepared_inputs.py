@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
+from slipstream.models.hf.thresholds import longest_text
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -67,7 +68,7 @@ def prepares_inputs_differently(model: Any) -> bool:
     if str(method.__module__).startswith("transformers.") or not isinstance(model, GenerationMixin):
         return False
     config = model.config.get_text_config()
-    longest = min(LONG, getattr(config, "max_position_embeddings", None) or LONG)
+    longest = min(LONG, longest_text(config) or LONG)
     return any(
         not _is_usual(model, length, cached)
         for length in (min(SHORT, longest), longest)

@@ -22,7 +22,7 @@ from slipstream.models.decoder.recurrence import Heads, Projection, Recurrence, 
 
 SILU = ("silu", "swish")
 ORDERING = "fix_query_key_value_ordering"  # the method that takes heads apart
-NO_LIMIT = (0.0, float("inf"))  # of the time step of Mamba-2
+NO_LIMIT = (0.0, math.inf)  # of the time step of Mamba-2
 
 
 class Form(Protocol):
@@ -122,7 +122,7 @@ def _parts(groups: Sequence[Sequence[Sequence[int]]], *outputs: Tensor) -> list[
 
 
 class StateSpace:
-    """Mamba-2 layers: of Mamba-2, Bamba, Granite 4, Falcon-H1."""
+    """Mamba-2 layers: of Mamba-2, Bamba, Granite 4, Falcon-H1, Nemotron-H, Zamba 2."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -141,6 +141,7 @@ class StateSpace:
             rate=_rate(layer),
             shift=layer.dt_bias.detach().float(),
             skip=layer.D.detach().float(),
+            least_step=_limits(layer)[0],
         )
         self.recurrence = Recurrence(*_convolution(layer.conv1d), heads, self._dtype)
         self._scale = getattr(layer, "ssm_in_multiplier", None)
@@ -258,8 +259,13 @@ def form_of(layer: Any) -> Callable[[Any], Form] | None:
         (form for form, names, sizes in FORMS if children == names and all(hasattr(layer, x) for x in sizes)), None
     )
     is_silu = getattr(layer, "activation", SILU[0]) in SILU
-    unlimited = tuple(getattr(layer, "time_step_limit", NO_LIMIT)) == NO_LIMIT
-    return form if is_silu and unlimited else None
+    return form if is_silu and _limits(layer)[1] == math.inf else None
+
+
+def _limits(layer: Any) -> tuple[float, float]:
+    """The least and the largest time step of Mamba-2."""
+    least, largest = getattr(layer, "time_step_limit", NO_LIMIT)
+    return float(least), float(largest)
 
 
 def _rate(layer: Any) -> Tensor:

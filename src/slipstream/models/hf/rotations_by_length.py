@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import UsageError
 from slipstream.models.hf.prepared_inputs import cache_name, prepared_name
-from slipstream.models.hf.thresholds import thresholds
+from slipstream.models.hf.thresholds import longest_text, thresholds
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [B, W, D]
 PROBE = 4  # positions
@@ -81,7 +81,7 @@ def rotate_by_length(model: Any) -> int | None:
 def _switch(model: Any, module: nn.Module) -> int | None:
     """The position whose presence in a call changes the rotations of earlier ones, if there is one."""
     config = model.config.get_text_config()
-    end = getattr(config, "max_position_embeddings", None) or 0
+    end = longest_text(config) or 0
     x = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.get_input_embeddings().weight.device)
     positions = torch.arange(PROBE, device=x.device)[None]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()))

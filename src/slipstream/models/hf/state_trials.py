@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from slipstream.core.interfaces import Backend
-from slipstream.errors import UsageError, first_line
+from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.models.cpu.quantized_linear import rounded_activations
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.prepared_inputs import input_device, prepares_inputs_differently
-from slipstream.models.hf.trials import a_few_tokens, difference, later_starts
+from slipstream.models.hf.trials import RULED_OUT, a_few_tokens, check_logits, difference, later_starts
 from slipstream.models.notices import warn_slower
 
 log = logging.getLogger("slipstream")
@@ -27,7 +27,6 @@ CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # largest `difference` of lo
 # to 0.08, a wrong mask by 1
 CLOSE_ELSE = 0.3
 CLOSE_STEPS = 0.1  # the same of a forward of several tokens and of each; one that is wrongly doubted only costs speed
-RULED_OUT = -1e30  # models give tokens that they must not choose -inf, or the lowest number of their type
 # what a model's own code raises on inputs that it does not take
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
@@ -47,6 +46,7 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
         backend.reserve(1, TOKENS)
         ids = a_few_tokens(backend.vocab_size, backend.device, TOKENS)
         at_once = backend.forward(ids, [0], first_slot=0, logits=True)[:, FIRST:]
+        check_logits(at_once)
         backend.module_state.note_changed()
         is_causal(backend, model)
         if not _takes_several(backend, ids) and not _agree(at_once, _steps(backend, ids)):
@@ -63,7 +63,7 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
         again = backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
         if not _agree(several if backend.takes_several_tokens else steps, again):
             raise UsageError(f"model {name} is not supported: its state after a token cannot be kept and put back")
-    except UsageError:
+    except SlipstreamError:
         raise
     except MODEL_ERRORS as error:
         raise UsageError(

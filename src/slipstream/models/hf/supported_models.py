@@ -20,6 +20,7 @@ from slipstream.models.hf.recurrent_mixers import recurrent_layers
 # the last one reads another layer's keys; transformers has it from 5.23 on
 NAMES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 ATTENTION = tuple(layer for name in NAMES if (layer := vars(cache_utils).get(name)) is not None)
+STATELESS = ("mlp", "moe")  # kinds of layers that neither attend nor have a state
 RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
@@ -74,5 +75,5 @@ def _known_layers(model: Any, config: Any, layers: Sequence[Any]) -> bool:
         return False
     kinds = set(getattr(config, "layer_types", None) or [])
     if recurrent:
-        return recurrent == recurrent_layers(model).keys() and kinds <= KINDS | STATEFUL | {"hybrid"}
+        return recurrent == recurrent_layers(model).keys() and kinds <= KINDS | STATEFUL | {"hybrid", *STATELESS}
     return kinds <= KINDS and not getattr(model, "_is_stateful", False)

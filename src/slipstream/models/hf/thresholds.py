@@ -6,7 +6,20 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from slipstream.checks import is_whole
+from slipstream.errors import UsageError
+
 THRESHOLDS = re.compile(r"max_position|max_seq|n_positions|max_sequence|chunk|window(?!_layers)")
+
+
+def longest_text(config: Any) -> int | None:
+    """The tokens of the longest text, by a text configuration; None if it does not say, or says -1 for no limit."""
+    length = getattr(config, "max_position_embeddings", None) or -1
+    if not is_whole(length, -1):
+        raise UsageError(
+            f"max_position_embeddings of the configuration is {length!r:.60}; allowed: whole numbers from 1"
+        )
+    return None if length == -1 else int(length)
 
 
 def thresholds(config: Any, end: int) -> list[int]:

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 import slipstream.models
 from slipstream.checks import expanded
 from slipstream.core.interfaces import Backend
+from slipstream.errors import SlipstreamError
 from slipstream.models.cache_folder import read_measured, save_measured
 from slipstream.models.cpu.block_experts import RecordedChoices, experts_of, same_choices
 from slipstream.models.cpu.processor import processor
 from slipstream.models.cpu.quantized_linear import arithmetic_of, rounded_activations
 from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.thresholds import thresholds
+from slipstream.models.hf.thresholds import longest_text, thresholds
 from slipstream.models.loaded import LoadOptions
 
 START = 6  # tokens of the first of two forwards that a model is tried with
@@ -39,6 +40,7 @@ TOKENS = 9  # of both
 CLOSE = 1e-3  # difference of a faster forward's numbers, relative to how they vary; both as RMS
 ROUNDINGS = 2.5  # the same in half precision, in units of its last place: 0.02 for bfloat16
 ROUNDED = {"int8": 0.1, "int15": 0.01}  # the same where activations are rounded: some may go the other way
+RULED_OUT = -1e30  # models give tokens that they must not choose -inf, or the lowest number of their type
 PARTS, PART_BYTES = 16, 1024  # samples of a file that identify it: their number and size
 
 
@@ -99,7 +101,9 @@ class OwnLogits:
     def logits(self) -> tuple[Tensor, Tensor]:
         """Those of `a_few_logits` and of `later_logits`."""
         with self._choices.run():
-            return a_few_logits(self._backend), later_logits(self._backend)
+            first = a_few_logits(self._backend)
+            check_logits(first)
+            return first, later_logits(self._backend)
 
     def same_experts(self) -> AbstractContextManager[None]:
         """Forwards of these tokens, in this order, use the experts of the model's own forward."""
@@ -134,7 +138,7 @@ def largest_error(backend: Backend, layers: Sequence[tuple[nn.Module, FusedLayer
     for (layer, _), trial in zip(layers, trials, strict=True):
         layer.forward = trial
     try:
-        a_few_logits(backend)
+        check_logits(a_few_logits(backend))
         if isinstance(backend, HFBackend):
             later_logits(backend)
     finally:
@@ -165,6 +169,15 @@ def a_few_logits(backend: Backend) -> Tensor:
     return torch.cat([first, backend.forward(tokens[:, START:], [START], first_slot=0, logits=True)], 1).float()
 
 
+def check_logits(logits: Tensor) -> None:
+    """Refuse a model whose own logits [..., V] are infinite, NaN, or too large to compare."""
+    if not math.isfinite(_rms(logits.float().masked_fill(logits <= RULED_OUT, 0))):
+        raise SlipstreamError(
+            "the model gives logits that are not finite: its weights or its configuration are damaged, or its dtype is "
+            "too small for them; allowed: finite logits"
+        )
+
+
 def later_logits(backend: HFBackend) -> Tensor:
     """Logits [T, TOKENS, V] of the same tokens at the positions from each of `later_starts` on, float32.
 
@@ -188,7 +201,7 @@ def later_logits(backend: HFBackend) -> Tensor:
 def later_starts(model: Any) -> list[int]:
     """Start positions for texts of TOKENS tokens: 0, and one before each position at which the model may change."""
     config = model.config.get_text_config()
-    end = getattr(config, "max_position_embeddings", None) or 0
+    end = longest_text(config) or 0
     starts = {min(position - START, end - TOKENS) for position in thresholds(config, end)}
     return [0, *sorted(start for start in starts if start > 0)]
 
@@ -201,7 +214,7 @@ class PassedTrials:
 
     def __init__(self, identity: str | None = None) -> None:
         self._identity = identity
-        saved = None if identity is None else read_measured("trials", identity, lambda values: set(values["passed"]))
+        saved = None if identity is None else read_measured("trials", identity, _names)
         self._passed: set[str] = saved or set()
 
     def __contains__(self, name: str) -> bool:
@@ -215,6 +228,13 @@ class PassedTrials:
             if self._identity is not None:
                 with suppress(OSError):  # where it cannot be saved, the next process tries again
                     save_measured("trials", self._identity, {"passed": sorted(self._passed)})
+
+
+def _names(values: dict[str, Any]) -> set[str]:
+    names = values["passed"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{names!r:.60} are not names of trials")
+    return set(names)
 
 
 def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, layer_kind: str) -> PassedTrials:

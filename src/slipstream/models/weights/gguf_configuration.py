@@ -60,8 +60,14 @@ def described_settings(header: GGUFHeader, folder: Path) -> dict[str, Any]:
 
     The rest is read from the file: the folder is found by the file's header, and tensors say how positions are scaled.
     """
-    saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    return settings_of(header) | {name: saved.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    try:
+        saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        tokens = {name: saved.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    except reader_errors() as error:
+        raise SlipstreamError(
+            f"{folder / CONFIG} could not be read: {one_line(error)}; delete the folder, and it is made again"
+        ) from error
+    return settings_of(header) | tokens
 
 
 def described_configuration(header: GGUFHeader, folder: Path) -> Any:

@@ -139,6 +139,13 @@ class GGUFHeader:
                 raise self.wrong(f"{name} is an array of arrays", "an array of numbers or of texts")
             return reader.array(kind)
 
+    def text(self, name: str) -> str | None:
+        """A text of the metadata; None where there is none of this name, or an empty one."""
+        value = self.values.get(name, "")
+        if not isinstance(value, str):
+            raise self.wrong(f"{name} is {'an array' if value is None else repr(value)}", "a text")
+        return value or None
+
     def check_model(self) -> None:
         """Refuse a file that holds something other than a model, or whose metadata claim larger tensors than it has.
 
@@ -205,6 +212,11 @@ def _wrong(entry: TensorEntry, what: str, allowed: str) -> SlipstreamError:
 def ends_within(entry: TensorEntry) -> SlipstreamError:
     """The error of a file that was cut off after its header was read."""
     return SlipstreamError(f"model {str(entry.file)!r} ends within tensor {entry.name!r}")
+
+
+def not_finite(entry: TensorEntry) -> SlipstreamError:
+    """The error of a tensor that holds infinite numbers or NaN, or blocks with such a scale."""
+    return _wrong(entry, "holds numbers that are not finite", "finite numbers")
 
 
 def type_name(number: int) -> str:

@@ -41,7 +41,7 @@ from slipstream.models.weights.gguf_architectures import (
     settings_of,
     source_of,
 )
-from slipstream.models.weights.gguf_file import INSTALL, GGUFHeader, TensorEntry, ends_within
+from slipstream.models.weights.gguf_file import INSTALL, GGUFHeader, TensorEntry, ends_within, not_finite
 from slipstream.models.weights.gguf_metadata import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from slipstream.models.weights.panel_files import PIECE, mapped_panels, packed_size
 from slipstream.models.weights.unused_tensors import refuse_unused
@@ -130,7 +130,9 @@ class _FilePieces:
             failed = library.pack_pieces(stream.fileno(), *shared, self._drops)
         if failed < 0:
             return
-        entry = self._entries[failed]
+        entry = self._entries[failed % len(self._pieces)]
+        if failed >= len(self._pieces):
+            raise not_finite(entry)
         if self._file.stat().st_size < entry.start + entry.num_bytes:
             raise ends_within(entry)
         raise SlipstreamError(f"model {str(self._file)!r}: tensor {entry.name!r} could not be read into memory")
@@ -226,7 +228,10 @@ class RowReader:
 
         block, (outputs, inputs) = entry.block, entry.shape
         assert block is not None
-        return BlockPart(block, (outputs, inputs), read, library, memory)
+        part = BlockPart(block, (outputs, inputs), read, library, memory)
+        if not part.is_finite:
+            raise not_finite(entry)
+        return part
 
 
 class RowsOfFile:
@@ -258,6 +263,8 @@ class RowsOfFile:
         rows = numpy.frombuffer(read, numpy.uint8).reshape(len(row_numbers), row_bytes)
         shape = len(row_numbers), self.inputs
         packed = BlockPart(block, shape, lambda first, last: rows[first:last], self._library, SmallPages())
+        if not packed.is_finite:
+            raise not_finite(self._entry)
         packed.scale = self._scale
         return packed.rows(torch.arange(len(row_numbers)))
 
@@ -350,7 +357,7 @@ class GGUFTensors:
         for first in range(0, rows, step):
             piece = unpacked_rows(matrix, self._reader.rows(matrix, first, min(first + step, rows)))
             if not bool(torch.isfinite(piece).all()):
-                raise self.header.wrong(f"tensor {entry.name!r} holds numbers that are not finite", "finite numbers")
+                raise not_finite(entry)
             numbers[first : first + step] = piece
         return numbers.view(entry.shape)
 

@@ -260,7 +260,7 @@ def read_tokenizer(header: GGUFHeader) -> FileTokenizer | None:
     tokenizer = FileTokenizer(
         backend,
         named,
-        header.values.get("tokenizer.chat_template") or None,
+        header.text("tokenizer.chat_template"),
         infill_names if len(infill_names) == len(infill) else (),
     )
     by_default = kind == "llama" if split is None else split.adds_bos  # as llama.cpp does

@@ -29,7 +29,7 @@ from slipstream.models.cpu.block_linear import BlockPart, panels_size
 from slipstream.models.cpu.huge_pages import SmallPages
 from slipstream.models.cpu.structs import LANES, BlockFormat, FilePieceStruct
 from slipstream.models.notices import TimeLeft, progress_bar
-from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, ends_within
+from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, ends_within, not_finite
 
 log = logging.getLogger("slipstream")
 
@@ -156,8 +156,9 @@ def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], libra
                     panels = torch.zeros(num_bytes, dtype=torch.uint8)
                     struct.to, counter = panels.data_ptr(), ctypes.c_int64(0)
                     descriptor = sources[entry.file].fileno()
-                    if library.pack_pieces(descriptor, ctypes.byref(struct), 1, ctypes.byref(counter), 1) >= 0:
-                        raise ends_within(entry)
+                    failed = library.pack_pieces(descriptor, ctypes.byref(struct), 1, ctypes.byref(counter), 1)
+                    if failed >= 0:
+                        raise not_finite(entry) if failed else ends_within(entry)
                     rest = panels.numpy().data
                     while rest:
                         count = os.pwrite(output.fileno(), rest, place)

@@ -8,7 +8,7 @@
 
 #include "tile_permission.h"
 
-void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
+int32_t pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
 int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count, _Atomic int64_t *next, int32_t drops);
 void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
 void whole_layer(const struct float_layer *layer, const struct kv_cache *memory, const float *hidden,
@@ -107,16 +107,16 @@ static void exercise_rows(const struct block_part *part, int64_t inputs) {
     free(to);
 }
 
-/* Panels of rows read from an unaligned place of a file equal those of rows in memory; a file that is too short is
- * noticed. */
+/* Panels of rows read from an unaligned place of a file equal those of rows in memory; a file that is too short and
+ * numbers or scales that are not finite are noticed. */
 static void exercise_file(int64_t format, int64_t outputs, int64_t inputs) {
     const struct shape *of = &SHAPES[format];
     int64_t row = inputs / of->size * of->bytes, panel = panel_bytes(format, inputs);
     int64_t size = round_up(outputs, LANES) / LANES * panel, start = 37;
-    uint8_t *rows = malloc(outputs * row), *expected = aligned_alloc(64, size), *got = aligned_alloc(64, size);
-    for (int64_t i = 0; i < outputs * row; i++) rows[i] = next_byte();
+    uint8_t *rows = rows_of(format, outputs, inputs), *expected = aligned_alloc(64, size), *got = aligned_alloc(64, size);
+    for (int64_t i = 0; has_numbers(format) && i < outputs * row; i++) rows[i] &= 0x3F;
     memset(expected, 0, size), memset(got, 0, size);
-    pack_panels(format, rows, outputs, inputs, expected, 0);
+    if (!pack_panels(format, rows, outputs, inputs, expected, 0)) wrong++;
     FILE *file = tmpfile();
     fwrite(rows, 1, start, file), fwrite(rows, 1, outputs * row, file), fflush(file);
     struct file_piece pieces[] = {
@@ -128,6 +128,11 @@ static void exercise_file(int64_t format, int64_t outputs, int64_t inputs) {
     if (pack_pieces(fileno(file), pieces, 2, &next, 1) != -1 || memcmp(expected, got, size)) wrong++;
     next = 2;
     if (pack_pieces(fileno(file), pieces, 3, &next, 0) != 2) wrong++;
+    memset(rows + 32 * row, 0xFF, of->bytes), next = 0;
+    fseek(file, start, SEEK_SET), fwrite(rows, 1, outputs * row, file), fflush(file);
+    int64_t failed = pack_pieces(fileno(file), pieces, 2, &next, 0);
+    if (failed != (format == NVFP4 ? -1 : 2 + 1)) wrong++; /* whose scales are all finite */
+    if (pack_panels(format, rows, outputs, inputs, expected, 0) != (format == NVFP4)) wrong++;
     fclose(file), free(rows), free(expected), free(got);
 }
 

@@ -12,7 +12,7 @@ void choose_codes(const uint16_t *weights, int64_t outputs, int64_t inputs, uint
 void compress_weights(const uint16_t *weights, int64_t outputs, int64_t inputs, const uint8_t *tables,
                       const int32_t *offsets, uint8_t *data, uint32_t *exceptions);
 int64_t panel_bytes(int64_t format, int64_t inputs);
-void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
+int32_t pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
 void whole_layer(const struct layer *layer, const struct kv_cache *memory, const uint16_t *hidden, int64_t tokens,
                  const uint16_t *cosines, const uint16_t *sines, uint16_t *out, uint16_t *space);
 int64_t layer_scratch(const struct layer *layer, int64_t tokens, int64_t length);

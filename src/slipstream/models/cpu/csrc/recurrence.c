@@ -81,7 +81,7 @@ static void gate(const struct recurrence *r, struct row now, int64_t head, float
         *stays = expf(r->rate[head] * softplus(number(now, r->channels + r->heads + head) + r->shift[head]));
     } else {
         float step = rounded_number(r, number(now, r->channels + head) + rounded_number(r, r->shift[head]));
-        *takes = rounded_number(r, softplus(step));
+        *takes = rounded_number(r, fmaxf(softplus(step), r->least_step));
         *stays = expf(r->rate[head] * *takes);
     }
 }

@@ -109,6 +109,7 @@ struct recurrence {
     const float *weight, *bias, *rate, *shift, *skip;
     int64_t channels, taps, inputs, heads, key_heads, key_size, value_size, queries, keys, values, ring;
     int32_t corrects, normalized, is_float;
+    float least_step;
 };
 
 /* A recurrent layer's mixer. Of the numbers that the layer's first product gives a token, the channels begin at `channels`,
@@ -237,7 +238,8 @@ struct expert_slot {
 
 /* Memory for the experts of a model that are in use: `count` slots of `bytes` bytes. An expert is packed when a forward
  * needs it and no slot holds it, in the slot that was used least recently. forwards: how many there were, of all layers;
- * packed: how many experts they packed; failed: whether a file could not be read. */
+ * packed: how many experts they packed; failed: 1 if a file could not be read, 2 if its numbers are
+ * not finite. */
 struct expert_store {
     uint8_t *memory;
     struct expert_slot *slots;

@@ -308,7 +308,8 @@ static void pack_absent(const struct member *me, struct forward *f) {
             of->format, LANES, inputs, rows->start + expert * rows->step + panel * LANES * row_bytes(of->format, inputs),
             (uint8_t *)of->data[expert] + panel * panel_bytes(of->format, inputs),
         };
-        if (!pack_piece((int)rows->file, &piece)) atomic_store(&stored->store->failed, 1);
+        enum packed packed = pack_piece((int)rows->file, &piece);
+        if (packed != PACKED) atomic_store(&stored->store->failed, packed == UNREAD ? 1 : 2);
     }
     wait_for_team(me);
 #endif

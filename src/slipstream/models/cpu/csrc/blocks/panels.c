@@ -177,6 +177,37 @@ static void place_scales(int64_t type, const uint8_t *block, int lane, uint8_t *
     memcpy(to + lane * 2, halves, 2);
 }
 
+/* Whether numbers of `step` bytes have all of these bits, which are those of an exponent: they are infinite or NaN. */
+static int have_exponent(const uint8_t *numbers, int64_t count, int64_t step, uint32_t exponent) {
+    uint32_t any = 0;
+    for (int64_t i = 0; step == 4 && i < count; i++) {
+        uint32_t number;
+        memcpy(&number, numbers + 4 * i, 4), any |= (number & exponent) == exponent;
+    }
+    for (int64_t i = 0; step == 2 && i < count; i++) {
+        uint16_t number;
+        memcpy(&number, numbers + 2 * i, 2), any |= (number & exponent) == exponent;
+    }
+    return (int)any;
+}
+
+/* Whether a row has a number, or a block's scale or minimum, that is infinite or NaN. */
+static int row_is_infinite(int64_t format, const uint8_t *row, int64_t inputs) {
+    const int64_t type = format % KINDS, step = file_bytes(format);
+    const enum scaling by = CODINGS[coding_of(format)].scaling;
+    int any = 0;
+    if (has_numbers(format)) return have_exponent(row, inputs, step, type == F32 ? 0x7F800000 : type == F16 ? 0x7C00 : 0x7F80);
+    for (int64_t at = 0; at < inputs; at += block_size(format), row += step) {
+        if (by == POWERS_OF_2) any |= row[0] == 0xFF;
+        else if (by == FLOATS_WITH_MINIMA) any |= have_exponent(row, 2, 4, 0x7F800000);
+        else if (by != SMALL_FLOATS) {
+            int has_two = by == WITH_MINIMUM || by == BYTES_WITH_MINIMA || type == Q2_K;
+            any |= have_exponent(row + scale_place(type), 1 + has_two, 2, 0x7C00);
+        }
+    }
+    return any;
+}
+
 static void pack_row(int64_t format, const uint8_t *row, int64_t inputs, int lane, uint8_t *to) {
     const int64_t type = format % KINDS, step = file_bytes(format);
     const struct coding *of = &CODINGS[coding_of(format)];
@@ -195,15 +226,19 @@ static void pack_row(int64_t format, const uint8_t *row, int64_t inputs, int lan
 }
 
 static void pack_panel(int64_t panel, void *given) {
-    const struct packing *p = given;
+    struct packing *p = given;
     uint8_t *own = p->to + panel * panel_bytes(p->format, p->inputs);
-    for (int64_t row = panel * LANES; row < least(p->count, (panel + 1) * LANES); row++)
-        pack_row(p->format, p->rows + row * row_bytes(p->format, p->inputs), p->inputs, (int)(row % LANES), own);
+    for (int64_t number = panel * LANES; number < least(p->count, (panel + 1) * LANES); number++) {
+        const uint8_t *row = p->rows + number * row_bytes(p->format, p->inputs);
+        if (row_is_infinite(p->format, row, p->inputs)) atomic_store(&p->holds_infinite, 1);
+        pack_row(p->format, row, p->inputs, (int)(number % LANES), own);
+    }
 }
 
-void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared) {
-    struct packing packing = {format, count, inputs, rows, to};
+int32_t pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared) {
+    struct packing packing = {format, count, inputs, rows, to, 0};
     for_each(round_up(count, LANES) / LANES, shared, pack_panel, &packing);
+    return !atomic_load(&packing.holds_infinite);
 }
 
 /* An output's weights of a panel of codes, by the type's definition, rounded at most once. */
@@ -254,15 +289,15 @@ static int read_whole(int file, uint8_t *to, int64_t size, int64_t at) {
     return 1;
 }
 
-int pack_piece(int file, const struct file_piece *piece) {
+enum packed pack_piece(int file, const struct file_piece *piece) {
     int64_t row = row_bytes(piece->format, piece->inputs);
     uint8_t *rows = malloc((size_t)(LANES * row));
-    int packed = rows != NULL;
-    for (int64_t at = 0; packed && at < piece->rows; at += LANES) {
+    enum packed packed = rows != NULL ? PACKED : UNREAD;
+    for (int64_t at = 0; packed == PACKED && at < piece->rows; at += LANES) {
         int64_t count = least(LANES, piece->rows - at);
-        packed = read_whole(file, rows, count * row, piece->start + at * row);
         uint8_t *to = piece->to + at / LANES * panel_bytes(piece->format, piece->inputs);
-        if (packed) pack_panels(piece->format, rows, count, piece->inputs, to, 0);
+        if (!read_whole(file, rows, count * row, piece->start + at * row)) packed = UNREAD;
+        else if (!pack_panels(piece->format, rows, count, piece->inputs, to, 0)) packed = NOT_FINITE;
     }
     free(rows);
     return packed;
@@ -270,11 +305,13 @@ int pack_piece(int file, const struct file_piece *piece) {
 
 /* Packs the pieces that no thread has taken yet; `*next` is the first. To be called in every thread that shall help.
  * Touches nothing but the file and the pieces' own panels. drops: whether the system is to drop its copy of what was
- * read. Returns -1, or the number of a piece that the file does not hold as a whole or for which there was no memory. */
+ * read. Returns -1, or the number of a piece that was not read, see `pack_piece`, or `count` more than that of one whose
+ * numbers are not all finite. */
 int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count, _Atomic int64_t *next, int32_t drops) {
     for (int64_t number; (number = take(next)) < count;) {
         const struct file_piece *piece = pieces + number;
-        if (!pack_piece(file, piece)) return number;
+        enum packed packed = pack_piece(file, piece);
+        if (packed != PACKED) return packed == UNREAD ? number : count + number;
 #ifdef POSIX_FADV_DONTNEED
         if (drops) posix_fadvise(file, (off_t)piece->start, (off_t)(piece->rows * row_bytes(piece->format, piece->inputs)), POSIX_FADV_DONTNEED);
 #else
