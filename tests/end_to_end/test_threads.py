@@ -231,11 +231,11 @@ def test_interleaved_decoders_keep_their_own_attended_lengths() -> None:
 
 
 def in_forked_process(work: Callable[[], str]) -> str:
-    """The result of `work` in a forked process, which may take 20 seconds."""
+    """The result of `work` in a forked process."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
-        threading.Timer(20, os._exit, [1]).start()
+        threading.Timer(PATIENCE, os._exit, [1]).start()
         try:
             output = work()
         except BaseException as error:

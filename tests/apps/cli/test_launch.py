@@ -17,9 +17,16 @@ from slipstream import SlipstreamError
 from slipstream.apps.cli import launch
 from slipstream.apps.cli.launch import CLIENTS, Served, server_at
 from tests.support.command_line import run
+from tests.support.processes import PATIENCE
 from tests.support.running_server import RunningServer, running_server
 
 SERVED = Served("http://127.0.0.1:1", "tiny", 32768)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer than `ANSWER_SECONDS`."""
+    monkeypatch.setattr(launch._request, "__defaults__", (None, PATIENCE))
 
 
 @pytest.fixture
@@ -132,4 +139,4 @@ def test_a_terminated_command_ends_its_client_and_its_server(programs: Path, tmp
     url = json.loads(programs.read_text())["ANTHROPIC_BASE_URL"]
     assert server_at(url) is not None
     process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM and server_at(url) is None
+    assert process.wait(PATIENCE) == 128 + signal.SIGTERM and server_at(url) is None

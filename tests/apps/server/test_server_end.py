@@ -55,11 +55,11 @@ def ready(server):
         threading.Thread(target=hog, daemon=True).start()
     print(os.getpid(), server.url, flush=True)
 
-launch.CLOSING_SECONDS = 2.0
 launch.FORCED_SECONDS = 0.1
 ServedModels.close.__defaults__ = (0.1,)  # instead of ENGINE_STOP_SECONDS
 for line in sys.stdin:
     stuck_part, errors = line.split()
+    launch.CLOSING_SECONDS = 2.0 if stuck_part == "lock" else PATIENCE
     if (child := os.fork()) == 0:
         signal.alarm(int(PATIENCE))  # ends it if nothing else does
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)

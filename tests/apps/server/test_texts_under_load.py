@@ -93,8 +93,8 @@ def test_a_hostile_storm_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) 
         # the connection of this test's client
         server.wait_until(lambda: len(server.server.server_state.connections) <= 1)
         assert server.http.get("/health").json() == {"status": "ready"}
-        assert threading.active_count() <= threads + 1
-        assert num_requests() <= before + 8  # frames still hold the latest ones
+        # frames still hold the latest requests
+        server.wait_until(lambda: threading.active_count() <= threads + 1 and num_requests() <= before + 8)
         assert server.server.failure is None
     assert min(storm.outcomes[kind] for kind in KINDS | HOSTILE) > 0
     assert len(storm.texts) > 20 and wrong_texts(storm, toy()) == 0
