@@ -114,7 +114,7 @@ def test_predictions_keep_the_text_of_plain_decoding_with_every_drafter(
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "settings",
-    mostly_slow([{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], {"num_draft_tokens": 4}),
+    mostly_exhaustive([{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], {}, {"num_draft_tokens": 4}),
     ids=str,
 )
 @pytest.mark.parametrize("drafter", mostly_slow(["model", "hybrid"], "hybrid"))
@@ -170,7 +170,7 @@ def test_rows_without_a_prediction_are_drafted_as_if_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("acceptance", ["auto", "block", "rejection"])
+@pytest.mark.parametrize("acceptance", mostly_exhaustive(["auto", "block", "rejection"], "auto", "block"))
 def test_a_seed_with_a_prediction_repeats_its_text_under_every_rule(acceptance: str) -> None:
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model", acceptance=acceptance)
     prompt = prompts((6,))[0]

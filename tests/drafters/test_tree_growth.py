@@ -33,7 +33,7 @@ from slipstream.drafters.ngram_table import NgramTableDrafter
 from slipstream.drafters.suffix.automaton import SuffixAutomaton
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 
 STEADY = settings(max_examples=200)
 DEPTH = 4  # paths end there
@@ -336,7 +336,10 @@ def params_of(temperature: float) -> list[SamplingParams]:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(
     ("drafter", "count"),
-    mostly_slow([(name, n) for name in ("suffix", "ngram_table:fill") for n in ("auto", "3x3")], ("suffix", "3x3")),
+    [
+        *mostly_slow([("suffix", "3x3"), ("ngram_table:fill", "auto")], ("suffix", "3x3")),
+        *mostly_exhaustive([("suffix", "auto"), ("ngram_table:fill", "3x3")]),
+    ],
 )
 def test_texts_are_those_of_plain_decoding(drafter: str, count: int | str, temperature: float) -> None:
     params = params_of(temperature)
