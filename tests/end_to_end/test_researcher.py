@@ -35,7 +35,7 @@ def test_an_own_drafter_and_own_rules_from_measurement_to_paper(capsys, monkeypa
     options = (*measured, "--repeats", "2", "--out", "runs", "--arms", ARMS)
     code, out, errors = run(capsys, monkeypatch, "bench", *options)
     assert code == 0 and "mine:Echo@3" in out, errors
-    short = ("--target", "toy", "--drafter", "mine:Echo", "--num-draft-tokens", "2", "--limit", "1", "--budget", "5")
+    short = ("--target", "toy", "--drafter", "mine:Echo", "--num-draft-tokens", "2", "--limit", "1", "--budget", "1")
     for rule, verdict, expected in (("right", "VERIFIED", 0), ("wrong", "FAILED", 1)):
         code, out, _ = run(capsys, monkeypatch, "verify", *short, "--acceptance", f"mine:{rule}")
         assert code == expected and verdict in out
