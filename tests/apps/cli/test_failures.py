@@ -105,11 +105,10 @@ def test_closed_standard_streams_count_as_empty(closed: str, arguments: tuple[st
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("generate", *TOY, *PROMPT),
         ("--help",),
         *(
             pytest.param(command, marks=pytest.mark.exhaustive)
-            for command in (("simulate",), ("models",), ("generate", "--help"))
+            for command in (("generate", *TOY, *PROMPT), ("simulate",), ("models",), ("generate", "--help"))
         ),
     ],
 )
