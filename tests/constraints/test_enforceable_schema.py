@@ -186,6 +186,7 @@ def test_malformed_schemas_are_refused_in_one_line() -> None:
             assert "\n" not in str(error) and "allowed: " in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
 @subcases(
     "pattern",

@@ -16,7 +16,7 @@ from tests.support.embedded_model import loaded
 from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.structured_outputs import SCHEMAS, decoder, tokenizer
 
-DRAFTERS = [name for name in drafters.names() if name not in ("none", "cross_vocabulary")]
+OTHER_DRAFTERS = [name for name in drafters.names() if name not in ("none", "cross_vocabulary", "model", "suffix")]
 CONSTRAINTS = {name: Constraint(json_schema=schema) for name, schema in SCHEMAS.items()} | {
     "regex": Constraint(regex=r"[a-f]{2,9}(-[0-9]{1,3})?"),
     "choice": Constraint(choice=["red", "reddish", "green apples"]),
@@ -78,7 +78,7 @@ def test_the_prompt_without_a_constraint_does_not_satisfy_it() -> None:
     assert not is_valid(unconstrained[0], Constraint(choice=["red", "reddish"]))
 
 
-@pytest.mark.parametrize("name", mostly_exhaustive(DRAFTERS, "model", "suffix"))
+@pytest.mark.parametrize("name", [*mostly_slow(["model", "suffix"], "suffix"), *mostly_exhaustive(OTHER_DRAFTERS)])
 def test_every_drafter_gives_the_text_of_plain_decoding(name: str, plain: list[Result]) -> None:
     results = texts(name)
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
@@ -87,9 +87,8 @@ def test_every_drafter_gives_the_text_of_plain_decoding(name: str, plain: list[R
     assert sum(result.stats.num_rounds for result in results) < 0.8 * sum(result.stats.num_rounds for result in plain)
 
 
-@pytest.mark.parametrize(
-    "acceptance", [*mostly_slow(["block", "rejection"], "rejection"), *mostly_exhaustive(["auto"])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", mostly_exhaustive(["auto", "block", "rejection"], "block", "rejection"))
 def test_sampled_drafts_give_valid_texts_and_leave_greedy_rows_unchanged(acceptance: str, plain: list[Result]) -> None:
     for result, options, expected in zip(texts("model", acceptance), MIXED, plain, strict=True):
         assert options.constraint is None or (result.finish_reason == "stop" and is_valid(result, options.constraint))

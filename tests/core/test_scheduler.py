@@ -102,6 +102,7 @@ def play(scheduler: Scheduler, events: Events) -> None:
         scheduler.step()
 
 
+@pytest.mark.slow
 @EVERY_ORDER
 @given(events())
 def test_every_row_has_its_text_of_plain_decoding_whatever_happens_to_the_others(scenario: Events) -> None:

@@ -158,6 +158,7 @@ def test_score_after_any_history_equals_score_from_scratch(edits: list[str], sha
     assert history.scored > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.lists(st.sampled_from(EDITS), min_size=1, max_size=14),

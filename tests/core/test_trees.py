@@ -150,6 +150,7 @@ def test_random_trees_change_no_text_in_reproducible_mode(name: str, options: st
     assert with_trees(name, options, reproducible=True) == plain_texts(name, options, True)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(2, 16), options=st.sampled_from(sorted(OPTIONS)))
 def test_any_tree_of_the_toy_model_changes_no_text(seed: int, count: int, options: str) -> None:

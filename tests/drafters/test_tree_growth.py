@@ -333,7 +333,7 @@ def params_of(temperature: float) -> list[SamplingParams]:
     return [SamplingParams(temperature=temperature, seed=i, max_tokens=60) for i in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 0.9], 0.0))
 @pytest.mark.parametrize(
     ("drafter", "count"),
     [

@@ -121,6 +121,7 @@ def test_calls_that_are_not_json_are_read_only_if_complete() -> None:
     assert read(ours, "[call:add]<x>a</x>") == []
 
 
+@pytest.mark.slow
 def test_a_forced_call_with_a_mark_in_its_arguments_is_read_as_a_call() -> None:
     rendered = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
     inner = tiny_models.tokenizer(EXTRA, CHAT % (CALLS % rendered))

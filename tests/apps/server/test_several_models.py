@@ -218,6 +218,7 @@ def test_a_failed_load_is_one_line_and_is_tried_again(caplog: pytest.LogCaptureF
         assert ask(server, "a").status_code == 200 and server.server.failure is None
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_loaded_again_and_leaves_others_alone() -> None:
     decoders = list[Any]()
 
@@ -244,6 +245,7 @@ def test_a_model_that_cannot_fit_is_refused_and_unloads_none(memory: None) -> No
         assert states(server) == {"a": "loaded", "b": "unloaded"}
 
 
+@pytest.mark.slow
 def test_a_model_of_unknown_size_is_loaded_alone(memory: None) -> None:
     with running_server(several={"a": sized(1), "b": {"fetch": lambda: None}}) as server:
         for name, state in (("a", "loaded"), ("b", "unloaded"), ("a", "loaded")):
@@ -274,6 +276,7 @@ def test_an_idle_model_is_unloaded_and_its_memory_freed() -> None:
         assert server.text(temperature=0, max_tokens=9) == text and loaded["expires_at"] < "2100"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_system_gets_the_memory_of_a_model_back() -> None:
     kept = []
