@@ -24,7 +24,7 @@ from slipstream.models.heads.head_files import trained_kind
 from slipstream.models.hf.backend import HFBackend
 from slipstream.wiring.model_pair import ModelPair
 from tests.support.draft_steps import pair_of, same_logits, step_logits
-from tests.support.markers import needs_transformers
+from tests.support.markers import mostly_exhaustive, needs_transformers
 from tests.support.tiny_models import VOCAB, WINDOW, fresh, prompts, tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -273,7 +273,7 @@ def plain_texts(kind: str, options: str) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
+@pytest.mark.parametrize("drafter", mostly_exhaustive(["model", "auto", "hybrid"], "model", "auto"))
 @pytest.mark.parametrize("kind", ["large", "small"])
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, drafter: str, options: str) -> None:
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
