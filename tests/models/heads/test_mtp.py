@@ -128,7 +128,7 @@ def test_rows_from_the_layers_own_outputs_are_computed_again(
 
 
 @needs_transformers("5.18", "its layers without a mask")
-@pytest.mark.parametrize("kind", mostly_slow(["deepseek_v3", "glm4_moe"], "deepseek_v3"))
+@pytest.mark.parametrize("kind", mostly_exhaustive(["deepseek_v3", "glm4_moe"], "deepseek_v3"))
 @pytest.mark.parametrize("count", mostly_slow([1, 3], 3))
 def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> None:
     from transformers.cache_utils import MtpCache
@@ -161,7 +161,7 @@ def plain_texts(kind: str, options: str) -> list[list[int]]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", mostly_exhaustive(LAYOUTS, "deepseek_v3", "qwen3_5", "mellum"))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, drafter: str, options: str) -> None:
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
     assert decoder.draft is not None and decoder.draft.name == "mtp"
@@ -221,10 +221,11 @@ FAST: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", FAST.values(), ids=FAST)
-def test_fast_and_quantized_targets_keep_the_texts_of_plain_decoding(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", mostly_exhaustive(FAST, "packed", "int4"))
+def test_fast_and_quantized_targets_keep_the_texts_of_plain_decoding(tmp_path: Path, name: str) -> None:
     """With heads of 64 numbers and whole groups of inputs, which the kernels need."""
     target = write_copying_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64, intermediate_size=64)
+    settings = FAST[name]
     decoder = decoder_of(target, **settings)
     assert decoder.target.packed
     plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
