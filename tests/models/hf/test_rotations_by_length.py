@@ -17,7 +17,7 @@ from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.rotations_by_length import RotationsByLength
-from tests.support.markers import mostly_slow, needs_transformers
+from tests.support.markers import mostly_exhaustive, mostly_slow, needs_transformers
 from tests.support.tiny_models import VOCAB, Oracle, fresh, prompts, reference
 
 SWITCH = 64  # tokens of the longest text that counts as short
@@ -57,7 +57,7 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, **rope: Any) -> Any:
         )
 
 
-@pytest.fixture(scope="module", params=mostly_slow(["phi3", "phimoe", "llama"], "phi3"))
+@pytest.fixture(scope="module", params=[*mostly_slow(["phi3", "llama"], "phi3"), *mostly_exhaustive(["phimoe"])])
 def case(request: pytest.FixtureRequest) -> tuple[Any, list[list[int]], list[list[int]]]:
     """A model, prompts, and the text of `generate` after each, by an untouched copy of the model."""
     model, texts = model_of(request.param).eval(), prompts(LENGTHS)

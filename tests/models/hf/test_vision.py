@@ -100,9 +100,9 @@ def test_prompts_and_texts_are_those_of_transformers(kind: str, folders: Any, de
 
 
 @pytest.mark.slow
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @over_families
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_and_batches_change_no_text(kind: str, dtype: torch.dtype, temperature: float, decoder_of: Any) -> None:
     decoder = decoder_of(kind, dtype)

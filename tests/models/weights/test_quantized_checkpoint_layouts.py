@@ -17,7 +17,7 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_unpacked
 from slipstream.models.quantized_models import checkpoint_of
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.mtp_cases import write_target
 from tests.support.quantized_files import (
     BLOCKS,
@@ -273,7 +273,7 @@ def test_zero_points_of_zero_wrap_around(writer: str, bits: int, tmp_path: Path)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("form", mostly_slow(MIXED_FORMS, "compressed-tensors"))
+@pytest.mark.parametrize("form", mostly_exhaustive(MIXED_FORMS, "compressed-tensors", "gptq", "fp8"))
 @pytest.mark.parametrize("kind", mostly_slow(["mimo", "qwen3_5", "glm4_moe"], "mimo"))
 def test_quantized_mtp_layers_are_left_out(
     kind: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
