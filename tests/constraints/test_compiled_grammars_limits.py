@@ -55,6 +55,7 @@ def outcome(result: Result) -> tuple[list[int], str, str | None]:
     return result.token_ids, result.finish_reason, None if result.error is None else str(result.error)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("case", mostly_slow(CASES, "cost"))
 @pytest.mark.parametrize("name", mostly_exhaustive(DRAFTERS, "suffix", "model"))
@@ -100,6 +101,7 @@ def test_a_lexer_stopped_by_a_limit_is_never_reused_for_another_row() -> None:
         assert (allowed(later.masks(short, [])) == allowed(expected)).all()
 
 
+@pytest.mark.slow
 def test_rejected_drafts_do_not_count_towards_limits() -> None:
     made, ends = limited(Limits(lexer_cost=150_000, step_cost=2_000)), frozenset((tokenizer().eos_token_id,))
     path = walk(made.constraint(WORDS, ends), 0, 200)

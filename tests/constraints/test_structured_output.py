@@ -170,6 +170,7 @@ class Stubborn:
         return Draft.from_lists([[end, 3, end, 447][:n] for n in lengths], sampler.device)
 
 
+@pytest.mark.slow
 def test_illegal_drafts_do_not_change_the_text(plain: list[Result]) -> None:
     for acceptance in ("match", "rejection"):
         stubborn = decoder().using(Stubborn(), acceptance=acceptance, num_draft_tokens=4)
@@ -179,6 +180,7 @@ def test_illegal_drafts_do_not_change_the_text(plain: list[Result]) -> None:
         assert [result.token_ids for result in results] == expected
 
 
+@pytest.mark.slow
 def test_a_dead_end_fails_its_row_alone(plain: list[Result]) -> None:
     digits = {token: float("-inf") for token in range(448) if any(c.isdigit() for c in tokenizer().decode([token]))}
     for name in ("none", "suffix", "model"):

@@ -135,6 +135,7 @@ def test_perfect_drafts_take_one_forward_per_block() -> None:
         assert result.stats.block_efficiency == 16 / 5 and result.stats.acceptance_rate == 1 == result.stats.alpha
 
 
+@pytest.mark.slow
 def test_the_longest_draft_fits_beside_a_row_near_its_end_and_a_longer_one_is_refused() -> None:
     backend, length = HashBackend(), 800
     with pytest.raises(UsageError, match=f"num_draft_tokens={length}; allowed"):

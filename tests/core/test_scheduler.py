@@ -417,6 +417,7 @@ def test_a_drafter_that_returns_no_draft_is_refused_by_name(answer: object) -> N
         SpeculativeDecoder("toy", drafter=NoDraft(), num_draft_tokens=2).generate("The heron ", PARAMS[0], chat=False)
 
 
+@pytest.mark.slow
 def test_a_ragged_session_reads_a_long_prompt_in_chunks_too() -> None:
     from tests.support.tiny_models import fast, prompts
 

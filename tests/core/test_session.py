@@ -185,6 +185,7 @@ def test_the_toy_model_scores_as_a_fresh_session_whatever_came_before(edits: lis
     history.round()
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "shapes", mostly_slow([EXACT_FIT, AGREEING, Shapes((), 5)], AGREEING), ids=["exact", "agreeing", "chunks"]

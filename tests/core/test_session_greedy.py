@@ -81,6 +81,7 @@ def test_greedy_text_and_rounds_equal_those_of_the_plain_loop(name: str) -> None
     assert target._graphs.reason is draft._graphs.reason is None
 
 
+@pytest.mark.slow
 def test_sampled_rows_take_the_plain_path() -> None:
     params = SamplingParams(max_tokens=20, temperature=0.8)
     (plain, _, _), (fast, target, draft) = run("llama", HFBackend, params), run("llama", Counting, params)

@@ -123,6 +123,7 @@ def test_a_policy_sees_no_row_before_its_first_token(monkeypatch: pytest.MonkeyP
     assert round_counts and min(round_counts) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", mostly_slow(["block", "rejection", "match"], "block"))
 def test_a_seed_gives_the_same_text_with_an_empty_cache_with_a_full_one_and_in_a_batch(acceptance: str) -> None:
     """Random draws of these rules depend on where rounds begin."""

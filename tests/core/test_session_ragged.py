@@ -156,6 +156,7 @@ def test_last_of_each_gives_each_row_its_last_logits_and_repeats_the_final_one()
     assert last[..., 0].tolist() == [[1, 1, 1], [3, 4, 5], [6, 6, 6]]
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("drafter", mostly_slow(["none", "ngram", "model"], "none", "model"))
 @pytest.mark.parametrize("reproducible", mostly_slow([False, True], False))

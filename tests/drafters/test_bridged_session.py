@@ -55,6 +55,7 @@ def fresh(pair: VocabularyBridge, ragged: bool = False) -> BridgedSession:
     return BridgedSession(make_session(backend), pair)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache_audit")
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())

@@ -58,6 +58,7 @@ def acceptance(decoder: SpeculativeDecoder, params: list[SamplingParams] = GREED
 # the text
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("target", "draft", "options"),

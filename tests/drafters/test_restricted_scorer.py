@@ -138,6 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("acceptance", "temperature"), mostly_exhaustive([("auto", 0.0), ("match", 0.0), ("match", 0.9)], ("match", 0.9))
 )

@@ -197,6 +197,7 @@ def occurrences(text: Sequence[int], context: Sequence[int]) -> int:
     return sum(list(text[i - size : i]) == list(context) for i in range(size, len(text) + 1))
 
 
+@pytest.mark.slow
 @STEADY
 @given(token_lists)
 def test_alternatives_go_from_the_longest_context_down_and_name_each_token_once(text: list[int]) -> None:
@@ -220,6 +221,7 @@ def test_alternatives_go_from_the_longest_context_down_and_name_each_token_once(
     assert len(tokens_so_far) == len(continuations)
 
 
+@pytest.mark.slow
 @STEADY
 @given(token_lists)
 def test_the_first_alternative_is_the_next_token_of_the_chain(text: list[int]) -> None:
@@ -333,6 +335,7 @@ def params_of(temperature: float) -> list[SamplingParams]:
     return [SamplingParams(temperature=temperature, seed=i, max_tokens=60) for i in range(len(PROMPTS))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", mostly_slow([0.0, 0.9], 0.0))
 @pytest.mark.parametrize(
     ("drafter", "count"),

@@ -141,6 +141,7 @@ def test_texts_are_the_same_in_any_batch(name: str, drafter: str, rule: str, siz
     assert small.texts == runs(name, drafter, rule).texts[: len(first_seeds)]
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @over_models
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS, "close"))

@@ -26,6 +26,7 @@ def decoder() -> SpeculativeDecoder:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafter", mostly_slow(["ngram", "model"], "model"))
 def test_drafting_and_batches_do_not_change_logprobs_by_a_bit(drafter: str, params: SamplingParams) -> None:

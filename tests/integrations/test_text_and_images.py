@@ -126,6 +126,7 @@ TYPES = {  # processors return this beside the ids of a text: no token belongs t
 }
 
 
+@pytest.mark.slow
 @over_classes
 def test_a_multimodal_model_without_images_gives_the_text_of_generate(name: str) -> None:
     model, types = multimodal(name), {TYPES[name]: torch.zeros_like(IDS)} if name in TYPES else {}

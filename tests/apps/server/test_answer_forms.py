@@ -80,6 +80,7 @@ def test_an_answer_follows_its_json_schema(ask: Any) -> None:
     assert set(answer) == {"x", "unit"} and isinstance(answer["x"], bool) and answer["unit"] in ("m", "km")
 
 
+@pytest.mark.slow
 def test_a_required_call_is_one_of_the_tools_whole_and_streamed(ask: Any) -> None:
     for seed in range(4):
         options = {"temperature": 1.0, "seed": seed} | FORMS[5]

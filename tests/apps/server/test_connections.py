@@ -193,6 +193,7 @@ def test_requests_of_http_1_0_need_no_host(server: RunningServer, path: str) -> 
         assert answer(server, line + host + b"origin: http://evil.example\r\n\r\n")[0] == 403
 
 
+@pytest.mark.slow
 @subcases(
     "target, host, status",
     [
@@ -258,6 +259,7 @@ def test_an_upgrade_is_ignored(server: RunningServer, protocol: bytes) -> None:
     assert answer(server, b"GET /v1/completions HTTP/1.1\r\n" + upgrade)[0] == 405
 
 
+@pytest.mark.slow
 def test_head_and_options_are_answered_on_every_address(server: RunningServer) -> None:
     document = server.http.get("/openapi.json").json()
     for path, operations in document["paths"].items():
@@ -315,6 +317,7 @@ def test_a_server_without_keys_looks_for_no_key_file(
     assert not keys.keys().digests and caplog.messages == []
 
 
+@pytest.mark.slow
 def test_a_key_file_is_read_again_when_it_changes(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     keys = tmp_path / "keys"
 

@@ -86,6 +86,7 @@ def test_the_shown_call_sends_a_key_where_keys_are_needed(caplog: pytest.LogCapt
     assert """/v1/chat/completions -H "authorization: Bearer $KEY" -H 'content-type""" in call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_a_server_open_to_other_machines_says_so_and_shows_an_address_that_answers(
     caplog: pytest.LogCaptureFixture, host: str, is_open: bool

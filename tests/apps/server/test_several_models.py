@@ -117,6 +117,7 @@ def test_models_with_work_take_turns_step_by_step() -> None:
     assert all(set(turns[i : i + 3]) == set(names) for i in range(3 * 38))
 
 
+@pytest.mark.slow
 def test_the_idle_model_that_was_used_longest_ago_makes_room(memory: None) -> None:
     models = {"a": sized(5), "b": sized(4), "c": sized(4), "d": sized(9.5)}
     with running_server(several=models) as server:
@@ -128,6 +129,7 @@ def test_the_idle_model_that_was_used_longest_ago_makes_room(memory: None) -> No
         assert seen == ["a", "ab", "ab", "ac", "d"]
 
 
+@pytest.mark.slow
 def test_a_model_with_requests_is_unloaded_only_after_them_and_newer_ones_wait(
     memory: None, gates: dict[str, Gate]
 ) -> None:
@@ -253,6 +255,7 @@ def test_a_model_of_unknown_size_is_loaded_alone(memory: None) -> None:
             assert states(server) == {"a": state, "b": "unloaded" if state == "loaded" else "loaded"}
 
 
+@pytest.mark.slow
 def test_an_idle_model_is_unloaded_and_its_memory_freed() -> None:
     backends = list[Any]()
 

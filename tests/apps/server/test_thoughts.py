@@ -113,6 +113,7 @@ def test_a_template_that_closes_the_thought_leaves_none(server: RunningServer) -
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thinks", [True, False])
 def test_structured_output_begins_after_the_thought(server: RunningServer, thinks: bool) -> None:
     named = {"type": "json_schema", "json_schema": {"name": "a", "schema": ARGUMENTS}}
@@ -129,6 +130,7 @@ def test_structured_output_begins_after_the_thought(server: RunningServer, think
             assert thinks or "reasoning" not in choice["message"]
 
 
+@pytest.mark.slow
 def test_forced_calls_have_the_form_that_the_template_writes_and_follow_the_thought(server: RunningServer) -> None:
     for seed in range(3):
         fields: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
@@ -149,6 +151,7 @@ def test_added_tokens_may_be_named_in_grammars(server: RunningServer) -> None:
     assert whole["usage"]["completion_tokens"] == 4  # each mark is a token, and so is the end
 
 
+@pytest.mark.slow
 def test_no_thought_no_text_no_key_and_no_path_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     keys, folder = tmp_path / "keyring", tmp_path / "heron"

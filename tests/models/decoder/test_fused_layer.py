@@ -171,6 +171,7 @@ def test_a_second_decoder_has_layers_of_its_own() -> None:
     assert texts[0].token_ids == texts[1].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(FUSED, "llama", "gemma3"))
 def test_a_fast_decoder_generates_the_text_of_a_plain_one(name: str) -> None:
     texts = [

@@ -174,6 +174,7 @@ def steps_that_agree(kind: str, text: list[int], **wrong: Any) -> list[bool]:
     )
 
 
+@pytest.mark.slow
 @over_kinds
 def test_every_step_is_that_of_transformers(kind: str) -> None:
     for text in prompts([2, 17, 40, 60]):  # some are longer than the window

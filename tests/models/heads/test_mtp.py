@@ -88,6 +88,7 @@ def drafts(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) -> li
     return [Drafted(before, draft, torch.stack([logits_seen.pop(0) for _ in draft])) for before, draft in pairs]
 
 
+@pytest.mark.slow
 @over_counts
 def test_every_draft_is_that_of_the_transcription(kind: str, count: int) -> None:
     for drafted in drafts(decoder_of(written(kind, count)), prompts([17])[0]):
@@ -127,6 +128,7 @@ def test_rows_from_the_layers_own_outputs_are_computed_again(
     assert largest() > 0.01
 
 
+@pytest.mark.slow
 @needs_transformers("5.18", "its layers without a mask")
 @pytest.mark.parametrize("kind", mostly_exhaustive(["deepseek_v3", "glm4_moe"], "deepseek_v3"))
 @pytest.mark.parametrize("count", mostly_slow([1, 3], 3))

@@ -150,6 +150,7 @@ def test_a_decoder_follows_the_change(change: Callable[[Any], None]) -> None:
     assert streamed == expected and decoder.using("ngram").generate(PROMPT, PARAMS).token_ids == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", mostly_slow([load_other, edit_data, edit_norm, add_hook, replace_layer, cast], edit_data, cast)
 )
@@ -195,6 +196,7 @@ def test_logits_and_batches_follow_the_change(change: Callable[[Any], None], tmp
     assert json.loads((tmp_path / "out.jsonl").read_text())["token_ids"] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_changed_draft_model_drafts_as_it_is_now(fast: bool) -> None:
     target, draft = fresh("llama"), fresh("llama", seed=1)
@@ -351,6 +353,7 @@ def test_other_wrappers_are_refused_naming_the_model_inside() -> None:
         decoder_of(fresh("llama").model)
 
 
+@pytest.mark.slow
 def test_pruned_and_parametrised_layers_follow_the_change() -> None:
     class Negated(nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:
@@ -383,6 +386,7 @@ def test_models_without_weights_are_refused_in_one_line() -> None:
         decoder_of(fresh("llama").to("meta"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You are calling .generate")  # transformers 5.17 warns for any offloaded model
 def test_offloaded_weights_are_loaded_when_needed(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="offloads weights")

@@ -105,6 +105,7 @@ def test_padding_changes_a_recurrent_state() -> None:
     assert not torch.allclose(backend.forward(torch.tensor([[9]]), [5], first_slot=0, logits=True), right, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_seeded_texts_are_those_of_plain_decoding() -> None:
     TEXTS.check_seeded_rows("olmo_hybrid")
 
@@ -115,10 +116,12 @@ def test_a_stateful_model_can_be_the_draft_model(model_type: str) -> None:
     TEXTS.check_own_drafts(model_type, tiny_model(model_type))
 
 
+@pytest.mark.slow
 def test_a_conversation_continues_from_a_kept_state() -> None:
     TEXTS.check_conversation("olmo_hybrid", decoder_of("olmo_hybrid"))
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_one_token_after_a_state_reads_drafts_one_by_one() -> None:
     backend = decoder_of("mamba").target.backend
     assert isinstance(backend, OwnCacheBackend) and not backend.takes_several_tokens
@@ -129,6 +132,7 @@ def half_precision_model(model_type: str) -> Any:
     return tiny_model(model_type).to(torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reproducible", mostly_slow(["auto", False], False))
 def test_in_half_precision_drafts_are_read_token_by_token_unless_reproducible_is_off(
     reproducible: bool | str, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,7 @@ def decoder_of(name: str, **options: Any) -> SpeculativeDecoder:
 TEXTS = QueuedTexts(decoder_of)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
 @pytest.mark.parametrize("name", NAMES)
@@ -161,19 +162,23 @@ def test_padding_that_enters_a_state_is_noticed(monkeypatch: pytest.MonkeyPatch)
     )  # after rejected drafts texts are read again
 
 
+@pytest.mark.slow
 def test_seeded_texts_are_those_of_plain_decoding() -> None:
     TEXTS.check_seeded_rows("qwen3_5_text")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(["qwen3_5_text", "mamba2"], "qwen3_5_text"))
 def test_a_model_with_recurrent_layers_can_be_the_draft_model(name: str) -> None:
     TEXTS.check_own_drafts(name, lasting_model(name))
 
 
+@pytest.mark.slow
 def test_a_conversation_continues_from_its_last_state() -> None:
     TEXTS.check_conversation("qwen3_5_text", decoder_of("qwen3_5_text", reproducible=False))
 
 
+@pytest.mark.slow
 def test_texts_that_begin_alike_are_read_once() -> None:
     decoder, shared = decoder_of("qwen3_5_text", reproducible=False), [5 + i % 40 for i in range(48)]
     decoder.generate(shared, GREEDY)

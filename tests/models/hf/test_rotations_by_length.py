@@ -102,6 +102,7 @@ def test_sampled_texts_are_the_same_with_drafts_and_in_a_batch(case: Any) -> Non
     assert [result.token_ids for result in ngram.generate(texts, params)] == alone
 
 
+@pytest.mark.slow
 def test_a_conversation_continues_as_generate_would(case: Any) -> None:
     """Cached tokens of an earlier text are reused only if they were rotated for the same length."""
     model, texts, expected = case
@@ -112,6 +113,7 @@ def test_a_conversation_continues_as_generate_would(case: Any) -> None:
         assert decoder.generate(prompt, PARAMS).token_ids == reference(model, prompt, COUNT)
 
 
+@pytest.mark.slow
 def test_other_callers_run_the_models_own_code(case: Any) -> None:
     model, texts, expected = case
     assert HFBackend(model).longest_short == SWITCH
