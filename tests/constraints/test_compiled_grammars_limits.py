@@ -14,7 +14,7 @@ from slipstream import Constraint, Result, SamplingParams, UsageError, drafters
 from slipstream.constraints import compiled_grammars
 from slipstream.constraints.compiled_grammars import CompiledGrammars, GrammarState
 from slipstream.constraints.grammar_text import Limits
-from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.structured_outputs import VOCAB, allowed, decoder, grammars, tokenizer
 
 DRAFTERS = [name for name in drafters.names() if name not in ("none", "cross_vocabulary")]
@@ -57,7 +57,7 @@ def outcome(result: Result) -> tuple[list[int], str, str | None]:
 
 @pytest.mark.slow
 @pytest.mark.each_value
-@pytest.mark.parametrize("case", mostly_slow(CASES, "cost"))
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", mostly_exhaustive(DRAFTERS, "suffix", "model"))
 def test_every_drafter_reaches_a_limit_at_the_token_of_plain_decoding(name: str, case: str) -> None:
     constraint, limits = CASES[case]

@@ -62,7 +62,7 @@ def acceptance(decoder: SpeculativeDecoder, params: list[SamplingParams] = GREED
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("target", "draft", "options"),
-    [*mostly_slow(MIXED, ("bytes", "sentencepiece", "mixed")), *mostly_exhaustive(OTHERS)],
+    [*MIXED, *mostly_exhaustive(OTHERS)],
 )
 def test_the_text_is_that_of_plain_decoding(target: str, draft: str, options: str) -> None:
     decoder, params = bridged_decoder(target, draft), OPTIONS[options]

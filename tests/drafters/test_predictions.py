@@ -117,7 +117,7 @@ def test_predictions_keep_the_text_of_plain_decoding_with_every_drafter(
     mostly_exhaustive([{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], {}, {"num_draft_tokens": 4}),
     ids=str,
 )
-@pytest.mark.parametrize("drafter", mostly_slow(["model", "hybrid"], "hybrid"))
+@pytest.mark.parametrize("drafter", ["model", "hybrid"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_predictions_keep_the_text_of_plain_decoding_with_a_draft_model(
     drafter: str, params: SamplingParams, settings: dict[str, Any]

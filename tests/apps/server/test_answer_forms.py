@@ -14,7 +14,7 @@ import pytest
 
 from slipstream import SpeculativeDecoder
 from tests.support import tiny_models
-from tests.support.markers import mostly_slow, subcases
+from tests.support.markers import subcases
 from tests.support.running_server import ARGUMENTS, RunningServer, running_server
 
 TEMPLATE = (
@@ -62,7 +62,7 @@ def with_more(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.each_value
-@pytest.mark.parametrize("form", mostly_slow(FORMS, FORMS[0], FORMS[5]))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("temperature", [0, 1.2])
 def test_a_constrained_answer_equals_plain_decoding(ask: Any, form: dict[str, Any], temperature: float) -> None:
     options = {"temperature": temperature, "seed": 4}

@@ -172,7 +172,7 @@ def test_a_second_decoder_has_layers_of_its_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(FUSED, "llama", "gemma3"))
+@pytest.mark.parametrize("name", FUSED)
 def test_a_fast_decoder_generates_the_text_of_a_plain_one(name: str) -> None:
     texts = [
         SpeculativeDecoder(fresh(name), drafter="ngram", fast=fast, reproducible=False).generate(PROMPT, PARAMS)

@@ -28,7 +28,7 @@ from slipstream.models.weights.gguf_file import read_header
 from tests.models.decoder.test_families import save_model
 from tests.support.architecture_checks import PROMPTS
 from tests.support.gguf_architectures import CASES, architecture, write_case
-from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.quantized_files import kl
 from tests.support.queued_texts import QueuedTexts
 
@@ -285,7 +285,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.each_value
-@pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS, "ngram"))
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", mostly_exhaustive(HYBRIDS, *TEXTS_OF))
 def test_texts_are_the_same_with_every_drafter(name: str, temperature: float, drafter: str, folder: Path) -> None:

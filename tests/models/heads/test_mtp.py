@@ -131,7 +131,7 @@ def test_rows_from_the_layers_own_outputs_are_computed_again(
 @pytest.mark.slow
 @needs_transformers("5.18", "its layers without a mask")
 @pytest.mark.parametrize("kind", mostly_exhaustive(["deepseek_v3", "glm4_moe"], "deepseek_v3"))
-@pytest.mark.parametrize("count", mostly_slow([1, 3], 3))
+@pytest.mark.parametrize("count", [1, 3])
 def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> None:
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
