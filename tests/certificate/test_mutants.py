@@ -222,6 +222,7 @@ def test_drafts_that_are_what_they_say_pass() -> None:
     assert sampled(Ending(0.2, is_kept=True), "rejection").passed
 
 
+@pytest.mark.exhaustive
 def test_drafts_that_end_by_confidence_pass() -> None:
     decoder = toy(num_draft_tokens="confidence:0.4", acceptance="block")
     assert Verifier(decoder, PROMPTS, budget=0.0).checks["distribution of sampled text"]().passed

@@ -75,6 +75,7 @@ def test_threads_get_the_text_that_each_gets_alone() -> None:
 
 
 @pytest.mark.smollm2
+@pytest.mark.exhaustive
 def test_threads_get_the_text_that_each_gets_alone_from_a_real_model() -> None:
     params = [SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, temperature=0.8, seed=3)] * 3
     if not loaded().reproducible:

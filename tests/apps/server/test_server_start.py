@@ -6,8 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -122,23 +120,6 @@ def test_a_name_that_answers_cannot_hold_is_refused(name: str) -> None:
         ServerSettings(served_model_name=name)
     with pytest.raises(UsageError, match=r"the model's name is .*; allowed: printable characters"):
         ModelFacts.of(toy(), name)
-
-
-@pytest.mark.slow
-def test_a_server_starts_although_its_log_cannot_be_written() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    command = ("-m", "slipstream", "serve", "--target", "toy", "--acceptance", "topk:2", "--port", str(port))
-    with open("/dev/full", "wb") as full, started(*command, stderr=full) as server:
-        deadline, status = time.monotonic() + PATIENCE, 0
-        while status != 200:
-            assert server.poll() is None and time.monotonic() < deadline, server.returncode
-            try:
-                status = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=PATIENCE).status_code
-            except httpx.ConnectError:
-                time.sleep(0.05)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(PATIENCE) == 0
 
 
 @pytest.mark.slow

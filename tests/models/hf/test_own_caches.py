@@ -345,6 +345,7 @@ def of_class(kind: Any) -> Any:
     return model.eval()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fast", mostly_slow([False, True], True))
 @pytest.mark.parametrize(
     "kind",
