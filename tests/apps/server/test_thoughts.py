@@ -16,6 +16,8 @@ from slipstream import SpeculativeDecoder
 from tests.support import tiny_models
 from tests.support.running_server import ARGUMENTS, RunningServer, running_server
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}."
     "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
@@ -65,7 +67,6 @@ def streamed(server: RunningServer, **fields: Any) -> dict[str, Any]:
     return message
 
 
-@pytest.mark.slow
 def test_a_stream_and_a_whole_answer_have_the_same_parts(server: RunningServer) -> None:
     kinds = set()
     for seed in range(6):
@@ -82,7 +83,6 @@ def test_a_stream_and_a_whole_answer_have_the_same_parts(server: RunningServer) 
     assert kinds == {"content", "reasoning"}
 
 
-@pytest.mark.slow
 def test_budgets_and_counts_of_other_apis_are_the_same(server: RunningServer) -> None:
     def thought(seed: int, **fields: Any) -> str:
         return str(
@@ -113,7 +113,6 @@ def test_a_template_that_closes_the_thought_leaves_none(server: RunningServer) -
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("thinks", [True, False])
 def test_structured_output_begins_after_the_thought(server: RunningServer, thinks: bool) -> None:
     named = {"type": "json_schema", "json_schema": {"name": "a", "schema": ARGUMENTS}}
@@ -130,7 +129,6 @@ def test_structured_output_begins_after_the_thought(server: RunningServer, think
             assert thinks or "reasoning" not in choice["message"]
 
 
-@pytest.mark.slow
 def test_forced_calls_have_the_form_that_the_template_writes_and_follow_the_thought(server: RunningServer) -> None:
     for seed in range(3):
         fields: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
@@ -151,7 +149,6 @@ def test_added_tokens_may_be_named_in_grammars(server: RunningServer) -> None:
     assert whole["usage"]["completion_tokens"] == 4  # each mark is a token, and so is the end
 
 
-@pytest.mark.slow
 def test_no_thought_no_text_no_key_and_no_path_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     keys, folder = tmp_path / "keyring", tmp_path / "heron"

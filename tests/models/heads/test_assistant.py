@@ -128,7 +128,7 @@ class Transcription:
         return torch.stack(logits)
 
 
-pytestmark = needs_transformers("5.24", "targets that declare whose keys their layers share")
+pytestmark = [pytest.mark.slow, needs_transformers("5.24", "targets that declare whose keys their layers share")]
 
 STEPS = 4
 FAVORED = {7: 60.0, 9: 60.0}
@@ -174,7 +174,6 @@ def steps_that_agree(kind: str, text: list[int], **wrong: Any) -> list[bool]:
     )
 
 
-@pytest.mark.slow
 @over_kinds
 def test_every_step_is_that_of_transformers(kind: str) -> None:
     for text in prompts([2, 17, 40, 60]):  # some are longer than the window
@@ -220,7 +219,6 @@ def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
     return all(agreements)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["large", pytest.param("small, one step", marks=pytest.mark.exhaustive)])
 def test_a_batch_drafts_what_transformers_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: rows that see one key more than the target has read."""
@@ -271,7 +269,6 @@ def plain_texts(kind: str, options: str) -> list[list[int]]:
     return [result.token_ids for result in plain.generate(PROMPTS, params)]
 
 
-@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("drafter", mostly_exhaustive(["model", "auto", "hybrid"], "model", "auto"))
@@ -287,7 +284,6 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
         assert all(result.stats.num_draft_tokens for result in results)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -306,7 +302,6 @@ def test_packed_and_quantized_targets_keep_the_texts_of_plain_decoding(
     assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(texts, params)]
 
 
-@pytest.mark.slow
 def test_trees_of_an_assistants_drafts_change_no_text() -> None:
     decoder = decoder_of(written("large"), num_draft_tokens="3x2", reproducible=False)
     plain = decoder.using("none", num_draft_tokens="auto")
@@ -316,7 +311,6 @@ def test_trees_of_an_assistants_drafts_change_no_text() -> None:
     assert any(round.parents for result in results for round in result.rounds)
 
 
-@pytest.mark.slow
 def test_an_assistant_reads_the_keys_and_values_that_a_target_keeps_in_float16() -> None:
     decoder = decoder_of(written("large"), reproducible=False)
     decoder.target.backend.cache.store_as(torch.float16)
@@ -326,7 +320,6 @@ def test_an_assistant_reads_the_keys_and_values_that_a_target_keeps_in_float16()
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
 
 
-@pytest.mark.slow
 def test_targets_whose_last_layers_share_keys_run_on_the_slot_cache() -> None:
     decoder = decoder_of(written("small"))
     assert isinstance(decoder.target.backend, HFBackend)
@@ -334,7 +327,6 @@ def test_targets_whose_last_layers_share_keys_run_on_the_slot_cache() -> None:
         decoder.using("layer_skip:2")
 
 
-@pytest.mark.slow
 def test_loaded_models_draft_as_their_files_do() -> None:
     target, assistant = written("large").models
     decoder = SpeculativeDecoder(target, assistant, drafter="model", num_draft_tokens=STEPS, fast=False)

@@ -17,12 +17,14 @@ from slipstream.models.decoder.recurrence import RecurrentStates, Segment
 from slipstream.models.hf.backend import HFBackend
 from tests.support.architecture_checks import PROMPTS, PartlyWrongDrafter
 from tests.support.architectures import tiny_model
-from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.queued_texts import GREEDY, QueuedTexts
+
+pytestmark = pytest.mark.slow
 
 HALF = "in bfloat16, with kernels"
 NAMES = [
-    *mostly_slow(["qwen3_5_text", "falcon_h1", "mamba2", HALF], "qwen3_5_text"),
+    *("qwen3_5_text", "falcon_h1", "mamba2", HALF),
     *mostly_exhaustive(["qwen3_next", "lfm2", "bamba", "granitemoehybrid"]),
 ]
 
@@ -76,7 +78,6 @@ def decoder_of(name: str, **options: Any) -> SpeculativeDecoder:
 TEXTS = QueuedTexts(decoder_of)
 
 
-@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("right", [None, 0, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
@@ -131,7 +132,7 @@ def of_another_row(original: Run) -> Run:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("wrong", mostly_slow([not_restored, restored_a_token_late, of_another_row], not_restored))
+@pytest.mark.parametrize("wrong", [not_restored, restored_a_token_late, of_another_row])
 def test_a_wrong_state_is_noticed(wrong: Callable[[Run], Run], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = QueuedTexts(lambda name: decoder_of(name, reproducible=False))
     expected = texts.expected("qwen3_5_text")
@@ -162,23 +163,19 @@ def test_padding_that_enters_a_state_is_noticed(monkeypatch: pytest.MonkeyPatch)
     )  # after rejected drafts texts are read again
 
 
-@pytest.mark.slow
 def test_seeded_texts_are_those_of_plain_decoding() -> None:
     TEXTS.check_seeded_rows("qwen3_5_text")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
 def test_a_model_with_recurrent_layers_can_be_the_draft_model(name: str) -> None:
     TEXTS.check_own_drafts(name, lasting_model(name))
 
 
-@pytest.mark.slow
 def test_a_conversation_continues_from_its_last_state() -> None:
     TEXTS.check_conversation("qwen3_5_text", decoder_of("qwen3_5_text", reproducible=False))
 
 
-@pytest.mark.slow
 def test_texts_that_begin_alike_are_read_once() -> None:
     decoder, shared = decoder_of("qwen3_5_text", reproducible=False), [5 + i % 40 for i in range(48)]
     decoder.generate(shared, GREEDY)
