@@ -19,6 +19,7 @@ from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.text.prompt_sets import builtin_prompts
 from slipstream.text.results import Stats
+from tests.support.markers import mostly_exhaustive
 from tests.support.toy_runs import PROMPTS, ticking
 
 SECONDS = [1.0, 2.0, 1.5, 0.8, 1.2, 3.0, 0.9, 1.1]  # of plain decoding, by group
@@ -168,7 +169,7 @@ def test_candidates_name_which_of_several_draft_models_they_use(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [1.0, 2.0])
+@pytest.mark.parametrize("seconds", mostly_exhaustive([1.0, 2.0], 1.0))
 def test_the_budget_is_kept_and_shared_by_batch_sizes(tmp_path: Path, seconds: float) -> None:
     _, budget, _ = tuned(tmp_path, seconds)
     assert budget.now <= seconds * 1.05

@@ -127,7 +127,7 @@ def test_the_batches_notebook_gives_the_texts_of_single_prompts(monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["", "toy:2"])
+@pytest.mark.parametrize("draft", [pytest.param("", marks=pytest.mark.exhaustive), "toy:2"])
 def test_every_draft_length_is_measured_and_plotted(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
     shown = list[int]()
