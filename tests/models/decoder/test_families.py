@@ -303,12 +303,14 @@ QUANTIZED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_experts_are_quantized_whatever_the_names_of_their_tensors(name: str, folder_of: Callable[[str], str]) -> None:
     logits = logits_of(load(folder_of(name), LoadOptions(activations="int15", rounding="int8")).backend)
     assert difference(logits, own_logits(folder_of(name), "float32")) <= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["none", "int4"])
 @pytest.mark.parametrize(
     "name", mostly_exhaustive(DENSE, "cohere2", "gemma4_text")

@@ -46,6 +46,7 @@ def test_scaledare_those_of_the_models_own_layers(name: str, dtype: torch.dtype)
     assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize(("width", "start"), [(40, 0), (64, 0), (200, 17)])

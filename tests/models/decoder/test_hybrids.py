@@ -44,7 +44,10 @@ LENGTH, ROWS, WRONG = 64, 8, 5
 WIDTHS = (2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 32, 33, 48, 63, 64)  # around those for which kernels differ
 TEXTS = torch.randint(3, 320, (ROWS, LENGTH + ROWS), generator=torch.Generator().manual_seed(8))
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2"),
+]
 # each kind of layer is in one of the others
 ALIKE = ("granitemoehybrid", "deepseek_v2", "qwen3_5_moe_text", "gemma4_text-small", "lfm3", "afmoe")
 each_pair = pytest.mark.parametrize(
@@ -108,7 +111,6 @@ def read_from(backend: HFBackend, start: int) -> Tensor:
     return backend.forward(TEXTS[:1, start:LENGTH], [start], first_slot=0, logits=True)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.each_value
 @each_pair
 def test_forwards_of_1_to_64_tokens_give_the_same_bits_on_any_number_of_threads(
@@ -124,7 +126,6 @@ def test_forwards_of_1_to_64_tokens_give_the_same_bits_on_any_number_of_threads(
             assert torch.equal(read(backend, width), expected), (threads, width)
 
 
-@pytest.mark.slow
 @each_pair
 def test_rejected_drafts_leave_no_trace(name: str, rounding: str, folder: Path) -> None:
     backend = shared(folder, name, rounding)
@@ -250,7 +251,6 @@ FILES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_gguf_file_is_computed_in_its_blocks_in_one_call(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
@@ -283,7 +283,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -72,7 +72,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "llama", "gemma3", "qwen3moe", "qwen35"))
 def test_a_file_gives_the_configuration_parameters_and_logits_it_was_written_from(name: str, tmp_path: Path) -> None:
     case, file = CASES[name], tmp_path / "model.gguf"
     model = write_case(file, architecture(name), case)
