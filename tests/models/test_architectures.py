@@ -54,6 +54,7 @@ ALIKE = {
     "falcon_h1": "both in each layer",
     "lfm2": "short convolutions",
 }
+LARGE = ("deepseek_v32", "deepseek_v4")  # of hundreds of billions of parameters; these take longest
 REFUSED = {
     "xlnet": "permuted order",
     "prophetnet": "n-gram attention with another cached forward",
@@ -62,7 +63,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("model_type", [*mostly_slow(FAMILIES, "llama", "qwen3_5_text"), *mostly_exhaustive(ALIKE)])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *mostly_slow([name for name in FAMILIES if name not in LARGE], "llama", "qwen3_5_text"),
+        *mostly_exhaustive([*ALIKE, *LARGE]),
+    ],
+)
 def test_texts_are_those_of_generate(model_type: str) -> None:
     outcome = check(model_type, quick=True)
     assert outcome.verdict == "works", outcome

@@ -89,8 +89,6 @@ def test_ctrl_c_while_texts_are_made_keeps_the_finished_ones(
     assert code == 0 and f"inventing prompts: {tokens} of 1000 tokens, " in err
     again = read_texts(out)
     assert again[:3] == kept and sum(len(text.ids) for text in again) >= 1000
-    train(capsys, monkeypatch, target, tmp_path / "whole", "--steps", "2")
-    assert [text.ids for text in read_texts(tmp_path / "whole")] == [text.ids for text in again]
 
 
 @pytest.mark.slow

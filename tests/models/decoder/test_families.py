@@ -254,7 +254,19 @@ def test_every_family_is_tried() -> None:
 ALIKE = {
     *("ministral", "seed_oss", "cwm", "vaultgemma", "granite_swa", "hyperclovax", "cohere", "ernie4_5", "jais2"),
     *("hunyuan_v1_dense", "flex_olmo", "granitemoeshared", "granitemoe_swa", "solar_open", "exaone_moe", "lfm3"),
-    *("granitemoehybrid", "deepseek_v3-dense", "gemma4_unified_text"),
+    *(
+        "granitemoehybrid",
+        "deepseek_v3-dense",
+        "gemma4_unified_text",
+        "gemma",
+        "phi",
+        "olmo3",
+        "glm",
+        "helium",
+        "arcee",
+    ),
+    *("hunyuan_v1_moe", "qwen2_moe", "olmoe", "granitemoe", "dots1", "hy_v3", "lfm2_moe", "qwen3_5_moe_text"),
+    *("deepseek_v2", "youtu", "glm4_moe_lite", "ministral3", "mellum"),
 }
 
 

@@ -97,6 +97,7 @@ WRITERS: dict[str, dict[str, Any]] = {
     "fp8-tensor": {"form": "fp8", "block": (0, 0), "quantization": {"weight_block_size": None}},
     "fbgemm_fp8": {"form": "fbgemm_fp8", "dtype": BRAIN},
 }
+RARE = ("gptq-3-sym", "gptq-4-sym", "gptq-8-sym", "gptq_v2-3")  # zero points by label are tested below
 QUICK = ("gptqmodel-dynamic", "mixed-precision", "modelopt", "fp8-block")
 MIXED_FORMS = ("gptq", "awq", "compressed-tensors", "modelopt", "fp8")
 
@@ -129,7 +130,9 @@ def assert_dequantized(checkpoint: Checkpoint) -> None:
     assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("writer", [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in WRITERS])
+@pytest.mark.parametrize(
+    "writer", [*mostly_slow([w for w in WRITERS if w not in RARE], *QUICK), *mostly_exhaustive(RARE)]
+)
 def test_layouts_run_as_the_model_of_their_dequantized_weights(
     writer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
