@@ -22,6 +22,8 @@ from slipstream.apps.server import served_models
 from tests.support.markers import mostly_exhaustive
 from tests.support.running_server import PATIENCE, Gate, RunningServer, in_thread, running_server, toy
 
+pytestmark = pytest.mark.slow
+
 TOYS = {"low": "toy:2", "high": "toy:5", "other": "toy:3"}
 GIGABYTE = 10**9
 
@@ -63,7 +65,6 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_models, "memory_of", lambda device: 10 * GIGABYTE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gigabytes", mostly_exhaustive([1.0, 4.0, 6.0], 4.0))  # all fit; two at a time; one at a time
 def test_each_text_is_that_of_its_model_alone(gigabytes: float, memory: None) -> None:
     kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.6, "top_k": 9, "seed": 8}]
@@ -117,7 +118,6 @@ def test_models_with_work_take_turns_step_by_step() -> None:
     assert all(set(turns[i : i + 3]) == set(names) for i in range(3 * 38))
 
 
-@pytest.mark.slow
 def test_the_idle_model_that_was_used_longest_ago_makes_room(memory: None) -> None:
     models = {"a": sized(5), "b": sized(4), "c": sized(4), "d": sized(9.5)}
     with running_server(several=models) as server:
@@ -129,7 +129,6 @@ def test_the_idle_model_that_was_used_longest_ago_makes_room(memory: None) -> No
         assert seen == ["a", "ab", "ab", "ac", "d"]
 
 
-@pytest.mark.slow
 def test_a_model_with_requests_is_unloaded_only_after_them_and_newer_ones_wait(
     memory: None, gates: dict[str, Gate]
 ) -> None:
@@ -220,7 +219,6 @@ def test_a_failed_load_is_one_line_and_is_tried_again(caplog: pytest.LogCaptureF
         assert ask(server, "a").status_code == 200 and server.server.failure is None
 
 
-@pytest.mark.slow
 def test_an_engine_that_fails_is_loaded_again_and_leaves_others_alone() -> None:
     decoders = list[Any]()
 
@@ -247,7 +245,6 @@ def test_a_model_that_cannot_fit_is_refused_and_unloads_none(memory: None) -> No
         assert states(server) == {"a": "loaded", "b": "unloaded"}
 
 
-@pytest.mark.slow
 def test_a_model_of_unknown_size_is_loaded_alone(memory: None) -> None:
     with running_server(several={"a": sized(1), "b": {"fetch": lambda: None}}) as server:
         for name, state in (("a", "loaded"), ("b", "unloaded"), ("a", "loaded")):
@@ -255,7 +252,6 @@ def test_a_model_of_unknown_size_is_loaded_alone(memory: None) -> None:
             assert states(server) == {"a": state, "b": "unloaded" if state == "loaded" else "loaded"}
 
 
-@pytest.mark.slow
 def test_an_idle_model_is_unloaded_and_its_memory_freed() -> None:
     backends = list[Any]()
 
@@ -279,7 +275,6 @@ def test_an_idle_model_is_unloaded_and_its_memory_freed() -> None:
         assert server.text(temperature=0, max_tokens=9) == text and loaded["expires_at"] < "2100"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_system_gets_the_memory_of_a_model_back() -> None:
     kept = []
