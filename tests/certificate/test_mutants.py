@@ -237,7 +237,7 @@ LYING = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "drafter"), mostly_exhaustive(LYING, LYING[0], *LYING[3:]))
+@pytest.mark.parametrize(("rule", "drafter"), mostly_exhaustive(LYING, LYING[0], LYING[3]))
 def test_a_drafter_that_lies_about_its_distribution_fails(rule: str, drafter: Drafting) -> None:
     finding = sampled(drafter, rule)
     assert finding.passed is False and "drafted tokens with q <" in finding.detail

@@ -54,7 +54,8 @@ ALIKE = {
     "falcon_h1": "both in each layer",
     "lfm2": "short convolutions",
 }
-LARGE = ("deepseek_v32", "deepseek_v4")  # of hundreds of billions of parameters; these take longest
+# the largest ones, which take longest, and those that tests/models/decoder runs with the kernels
+ELSEWHERE = ("deepseek_v32", "deepseek_v4", "deepseek_v3", "gpt_oss", "gemma2")
 REFUSED = {
     "xlnet": "permuted order",
     "prophetnet": "n-gram attention with another cached forward",
@@ -66,8 +67,8 @@ REFUSED = {
 @pytest.mark.parametrize(
     "model_type",
     [
-        *mostly_slow([name for name in FAMILIES if name not in LARGE], "llama", "qwen3_5_text"),
-        *mostly_exhaustive([*ALIKE, *LARGE]),
+        *mostly_slow([name for name in FAMILIES if name not in ELSEWHERE], "llama", "qwen3_5_text"),
+        *mostly_exhaustive([*ALIKE, *ELSEWHERE]),
     ],
 )
 def test_texts_are_those_of_generate(model_type: str) -> None:

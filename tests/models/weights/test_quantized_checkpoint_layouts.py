@@ -97,7 +97,7 @@ WRITERS: dict[str, dict[str, Any]] = {
     "fp8-tensor": {"form": "fp8", "block": (0, 0), "quantization": {"weight_block_size": None}},
     "fbgemm_fp8": {"form": "fbgemm_fp8", "dtype": BRAIN},
 }
-RARE = ("gptq-3-sym", "gptq-4-sym", "gptq-8-sym", "gptq_v2-3")  # zero points by label are tested below
+RARE = ("gptq-3-sym", "gptq-4-sym", "gptq-8-sym", "gptq_v2-3", "pack-quantized-8-asym", "int-quantized-asym")
 QUICK = ("gptqmodel-dynamic", "mixed-precision", "modelopt", "fp8-block")
 MIXED_FORMS = ("gptq", "awq", "compressed-tensors", "modelopt", "fp8")
 
