@@ -101,7 +101,7 @@ def test_constrained_texts_are_the_same_alone_and_in_a_batch(plain: list[Result]
         assert texts("suffix", params_list=[options])[0].token_ids == expected.token_ids
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_frequencies_of_constrained_samples_follow_the_masked_target() -> None:
     """The frequencies of a few allowed texts agree with the products of their masked probabilities."""
     words, count = ["ab", "ac", "b"], 600

@@ -307,7 +307,7 @@ in_a_fork(text, 1)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems' OpenMP, or no forks")
 def test_a_fork_in_which_threads_would_hang_is_refused_in_one_line() -> None:
     # threads that are bound to cores do not hang in a fork

@@ -109,6 +109,7 @@ def test_top_k_acceptance_shows_an_exact_and_a_different_text(monkeypatch: pytes
     assert "<details>" in output, "the result does not display itself"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.smollm2
 def test_the_longest_matching_prefix_gives_the_greedy_text(monkeypatch: pytest.MonkeyPatch) -> None:
     output = read_here("longest_matching_prefix", monkeypatch)

@@ -132,6 +132,7 @@ def test_a_closed_pipe_is_one_line() -> None:
     assert "Traceback" not in errors and "Exception ignored" not in errors
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_behind_standard_error_ends_with_exit_code_1() -> None:
     with open("/dev/full", "w") as full:
         process = subprocess.run([*COMMAND, "generate", *TOY, *PROMPT], stdout=subprocess.PIPE, stderr=full)

@@ -126,7 +126,7 @@ def test_a_model_that_cannot_be_served_ends_the_command_with_one_line(
     assert code == 1 and "model 'toy:99'" in errors and errors.count("error: ") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to handle")
 def test_a_terminated_command_ends_its_client_and_its_server(programs: Path, tmp_path: Path) -> None:
     script = f"import json, os, time\njson.dump(dict(os.environ), open({str(tmp_path / 'part')!r}, 'w'))\n"

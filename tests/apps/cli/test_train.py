@@ -91,7 +91,7 @@ def test_ctrl_c_while_texts_are_made_keeps_the_finished_ones(
     assert again[:3] == kept and sum(len(text.ids) for text in again) >= 1000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_hours_continue_and_a_finished_training_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
 ) -> None:

@@ -42,6 +42,7 @@ def stormed(load: Callable[[], SpeculativeDecoder], requests: int = 150) -> tupl
         return storm, server
 
 
+@pytest.mark.exhaustive
 def test_texts_do_not_depend_on_what_runs_beside_them() -> None:
     storm, _ = stormed(lambda: toy(max_batch_size=3))
     assert storm.outcomes["whole"] > 30 and storm.outcomes["stream"] > 30

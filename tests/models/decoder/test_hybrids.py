@@ -49,7 +49,10 @@ pytestmark = [
     pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2"),
 ]
 # each kind of layer is in one of the others
-ALIKE = ("granitemoehybrid", "deepseek_v2", "qwen3_5_moe_text", "gemma4_text-small", "lfm3", "afmoe")
+ALIKE = {
+    *("granitemoehybrid", "deepseek_v2", "lfm2_moe", "glm4_moe_lite", "qwen3_5_moe_text", "gemma4_text-small"),
+    *("lfm3", "afmoe"),
+}
 each_pair = pytest.mark.parametrize(
     ("name", "rounding"), mostly_exhaustive(PAIRS, *(pair for pair in PAIRS if pair[0] not in ALIKE))
 )

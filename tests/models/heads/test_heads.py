@@ -346,6 +346,7 @@ def test_the_embedded_models_head_drafts_free_text_and_changes_none() -> None:
         assert result.stats.num_output_tokens > 1.3 * result.stats.num_rounds
 
 
+@pytest.mark.exhaustive
 @pytest.mark.smollm2
 def test_the_embedded_head_drafts_for_every_drafter_that_takes_a_draft_model_and_none_refuses_it() -> None:
     decoder = SpeculativeDecoder("smollm2", drafter="hybrid", num_draft_tokens=3)
