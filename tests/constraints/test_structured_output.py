@@ -290,6 +290,7 @@ def test_a_model_without_end_or_tokenizer_is_refused() -> None:
         SpeculativeDecoder(model()).generate([1, 2], params("regex"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.smollm2
 @pytest.mark.parametrize("name", ["suffix", pytest.param("token_recycling", marks=pytest.mark.exhaustive)])
 def test_smollm2_satisfies_constraints(name: str) -> None:

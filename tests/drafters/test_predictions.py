@@ -307,6 +307,7 @@ def test_a_prediction_as_text_needs_a_tokenizer() -> None:
         decoder.generate([1, 2, 3], SamplingParams(prediction="text"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.smollm2
 @pytest.mark.parametrize("temperature", mostly_exhaustive([0.0, 0.8], 0.0))
 def test_an_edit_by_a_real_model_equals_plain_decoding(temperature: float) -> None:

@@ -189,6 +189,7 @@ def test_a_second_draw_after_a_mismatch_is_caught(monkeypatch: pytest.MonkeyPatc
     assert not matches(observe("own draws", 2 * RUNS)[0], "own draws")
 
 
+@pytest.mark.exhaustive
 def test_decode_samples_from_the_full_softmax() -> None:
     torch.manual_seed(3)
     decoder = SpeculativeDecoder(model("llama"), close("llama"), draft_tokens=2)

@@ -77,7 +77,7 @@ def test_texts_are_those_of_generate(model_type: str) -> None:
     assert outcome.tokens_per_round > 3  # a model that drafts for itself is nearly always accepted
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_texts_are_those_of_generate_whatever_number_of_tokens_is_accepted() -> None:
     assert check("cohere2").verdict == "works"
 

@@ -59,7 +59,7 @@ def test_an_interrupted_training_is_finished_and_its_head_drafts(
     assert command_line.run(capsys, monkeypatch, *words, "--draft", str(out), "--drafter", "model")[:2] == plain
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ctrl_c_while_texts_are_made_keeps_the_finished_ones(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str
 ) -> None:

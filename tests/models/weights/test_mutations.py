@@ -22,5 +22,5 @@ def test_the_readers_refuse_damaged_files_in_one_line(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", MUTATIONS)
 def test_damaged_files_run_or_are_refused_in_one_line(kind: str) -> None:
-    found, counted = faults(kind, 15, seed=1, refusal=refusal)
-    assert found == [] and sum(counted.values()) == 15
+    found, counted = faults(kind, 9, seed=1, refusal=refusal)
+    assert found == [] and sum(counted.values()) == 9

@@ -19,6 +19,7 @@ from slipstream.models.hf import block_model
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_unpacked
+from tests.support.markers import mostly_exhaustive
 from tests.support.quantized_files import Checkpoint, kl, write_checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -113,7 +114,7 @@ def test_every_weight_is_computed_in_the_checkpoints_own_codes(gptq: Checkpoint)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activations", ["int8", "int15"])
+@pytest.mark.parametrize("activations", mostly_exhaustive(["int8", "int15"], "int8"))
 def test_texts_are_the_same_with_drafts_and_in_batches(activations: str, gptq: Checkpoint) -> None:
     decoder = SpeculativeDecoder(str(gptq.folder), activations=activations, max_batch_size=3)
     assert decoder.reproducible and f"{activations} activations" in repr(decoder)
