@@ -19,7 +19,6 @@ from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.text.prompt_sets import builtin_prompts
 from slipstream.text.results import Stats
-from tests.support.markers import mostly_exhaustive
 from tests.support.toy_runs import PROMPTS, ticking
 
 pytestmark = pytest.mark.slow
@@ -168,10 +167,9 @@ def test_candidates_name_which_of_several_draft_models_they_use(tmp_path: Path) 
         SearchSpace(SpeculativeDecoder("toy"), ["toy", "toy"], SamplingParams())
 
 
-@pytest.mark.parametrize("seconds", mostly_exhaustive([1.0, 2.0], 1.0))
-def test_the_budget_is_kept_and_shared_by_batch_sizes(tmp_path: Path, seconds: float) -> None:
-    _, budget, _ = tuned(tmp_path, seconds)
-    assert budget.now <= seconds * 1.05
+def test_the_budget_is_kept_and_shared_by_batch_sizes(tmp_path: Path) -> None:
+    _, budget, _ = tuned(tmp_path, 1.0)
+    assert budget.now <= 1.05
     assert {run.batch for run in read_records(tmp_path)[1]} == {1, 2}
 
 

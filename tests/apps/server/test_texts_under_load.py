@@ -42,14 +42,6 @@ def stormed(load: Callable[[], SpeculativeDecoder], requests: int = 150) -> tupl
         return storm, server
 
 
-@pytest.mark.exhaustive
-def test_texts_do_not_depend_on_what_runs_beside_them() -> None:
-    storm, _ = stormed(lambda: toy(max_batch_size=3))
-    assert storm.outcomes["whole"] > 30 and storm.outcomes["stream"] > 30
-    assert min(storm.outcomes[kind] for kind in KINDS) > 0
-    assert len(storm.texts) > 30 and wrong_texts(storm, toy()) == 0
-
-
 def test_texts_of_a_transformer_do_not_depend_on_what_runs_beside_them() -> None:
     def load() -> SpeculativeDecoder:
         return SpeculativeDecoder(
