@@ -146,7 +146,7 @@ def test_concurrent_callers_with_changing_numbers_of_threads_get_the_same_produc
 
 @pytest.mark.slow
 @needs_kernels
-@pytest.mark.parametrize("threads", [pytest.param(3, marks=pytest.mark.exhaustive), 33, *MANY])
+@over_threads
 def test_texts_by_kernels_are_those_of_one_thread(threads: int) -> None:
     """Calibrated with that many threads; one prompt is longer than two stretches of attention."""
     expected = generated("none", together=False, threads=1)
