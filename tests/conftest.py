@@ -23,6 +23,7 @@ from hypothesis import settings
 
 from slipstream.models.cache_folder import cache_folder
 from tests.support.markers import left_out
+from tests.support.processes import PATIENCE
 
 # PyTorch and the models are imported in functions, so that the process that distributes tests never loads them
 
@@ -117,6 +118,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     draft model are noise, so drafting is decided as if they were unknown. Its forwards are timed less often than those
     of real models, as no test depends on these times, and trials of shapes compare fewer positions.
     """
+    from slipstream.constraints import grammar_trial
     from slipstream.reproducibility import calibration, shape_trials
     from slipstream.reproducibility.timing import MOST_TURNS, DraftTimes
     from slipstream.wiring import model_pair
@@ -130,6 +132,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     real = not marks.isdisjoint(("models", "smollm2", "draft_times"))
     remembered = remembered_draft_times()  # cached before it is replaced below
     calibration.MOST_TURNS = MOST_TURNS if real else FEW_TURNS
+    grammar_trial.WALL_SECONDS = PATIENCE  # trials are ended by their processor time, however busy the machine is
     is_trial_tested = real or "reproducibility" in item.path.parts
     shape_trials.LONGEST = MOST_POSITIONS if is_trial_tested else shape_trials.LENGTH
     model_pair.remembered_draft_times = remembered if real else lambda *arguments: DraftTimes()

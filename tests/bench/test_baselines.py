@@ -17,6 +17,8 @@ from slipstream.bench.summary import summarize
 from slipstream.text.prompt_sets import NamedPrompt
 from tests.support.tiny_models import fresh, perturbed, reference, shared, tokenizer
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = name_prompts([NamedPrompt(text) for text in ("the heron, the heron", "a fish and a stone, a fish", "ab")])
 PARAMS = SamplingParams(max_tokens=16)
 ALL = "none,ngram@3,model@3,hf,hf-assisted,hf-assisted-tuned@3,hf-lookup@3"
@@ -35,7 +37,6 @@ def measured(
     return list(Runner(lineup, plan(lineup.arms, PROMPTS, batches, repeats), folder).run([]))
 
 
-@pytest.mark.slow
 def test_every_baseline_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     decoder = pair()
     runs = measured(tmp_path, Lineup(decoder, parse_arms(ALL), PARAMS), batches=(1, 2))
@@ -49,7 +50,6 @@ def test_every_baseline_gives_the_text_of_plain_decoding(tmp_path: Path) -> None
     assert all((run.stats is None) == run.arm.startswith("hf") for run in runs)
 
 
-@pytest.mark.slow
 def test_more_prompts_than_a_batch_are_decoded_in_batches(tmp_path: Path) -> None:
     decoder = pair(max_batch_size=2)
     lineup = Lineup(decoder, parse_arms("none,hf"), PARAMS)
@@ -85,7 +85,6 @@ def test_arms_share_models() -> None:
     assert lineup.decoders["none.plain"].target is decoder.target
 
 
-@pytest.mark.slow
 def test_baselines_of_a_packed_model_use_an_unpacked_copy(tmp_path: Path) -> None:
     fresh("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
@@ -123,7 +122,6 @@ def test_the_tuned_assistant_drafts_the_requested_number_of_tokens(monkeypatch: 
     assert drafted != tuned  # by default it drafts up to 20 and stops where it is not sure
 
 
-@pytest.mark.slow
 def test_forwards_of_baselines_are_counted(tmp_path: Path) -> None:
     lineup = Lineup(pair(), parse_arms("none,hf,hf-lookup@5,hf-assisted-tuned@3"), PARAMS)
     runs = measured(tmp_path, lineup, batches=(1, 2))
@@ -170,7 +168,6 @@ def test_baselines_ignore_the_models_generation_defaults() -> None:
     assert ended == expected[: expected.index(expected[2]) + 1]
 
 
-@pytest.mark.slow
 def test_sampled_baselines_are_seeded_but_not_compared(tmp_path: Path) -> None:
     params = replace(PARAMS, temperature=1.0, seed=4)
     lineup = Lineup(pair(), parse_arms("none,hf,hf-assisted,hf-lookup"), params)

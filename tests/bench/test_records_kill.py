@@ -16,7 +16,7 @@ from slipstream.bench.records import FILE, open_folder, read_records
 from tests.support.processes import started
 from tests.support.toy_bench import GREEDY, HEADER, PROMPTS, toy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 SERVER = """
 import os, sys

@@ -9,7 +9,6 @@ from slipstream.bench.records import Run
 from slipstream.bench.summary import speed, speed_up, summarize, total_stats, wrong_texts
 from slipstream.core.rounds import Round, Seconds
 from slipstream.text.results import Stats
-from tests.support.markers import mostly_slow
 
 EXPERIMENTS, GROUPS, TRUTH, SPREAD = 150, 25, 2.0, 0.3
 
@@ -24,7 +23,7 @@ def experiment(seed: int, repeats: int, jitter: float) -> tuple[list[list[float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("repeats", "jitter"), mostly_slow([(1, 0.0), (3, 0.05)], (1, 0.0)))
+@pytest.mark.parametrize(("repeats", "jitter"), [(1, 0.0), (3, 0.05)])
 def test_intervals_cover_the_truth_in_95_percent_of_experiments(repeats: int, jitter: float) -> None:
     tokens, covered, widths = [10] * GROUPS, 0, []
     for seed in range(EXPERIMENTS):

@@ -35,7 +35,7 @@ def test_ngram_drafts_are_certified() -> None:
     assert [check for check in results if check.failed] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("acceptance", mostly_exhaustive(["block", "match"], "block"))
 def test_what_a_rule_cannot_show_is_not_applicable(acceptance: str) -> None:
     results = checks(SpeculativeDecoder("toy", "toy:2", acceptance=acceptance, num_draft_tokens=4))

@@ -90,6 +90,7 @@ def test_forced_calls_are_read_back(name: str, is_open: bool) -> None:
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(
     "options", [{"json_schema": SCHEMA}, {"regex": "[0-9]{4}"}, {"choice": ["yes", "no"]}, {"grammar": 'start: "a"+'}]

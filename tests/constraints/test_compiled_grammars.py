@@ -34,6 +34,7 @@ def walk(constraint: Constraint, seed: int, longest: int = 40) -> list[int]:
     return path
 
 
+@pytest.mark.slow
 @subcases("name", CONSTRAINTS)
 def test_masks_do_not_depend_on_whether_the_state_is_stepped_fresh_or_drafted(name: str) -> None:
     constraint, rng = CONSTRAINTS[name], random.Random(name)

@@ -14,7 +14,7 @@ from slipstream import Constraint, Result, SamplingParams, UsageError, drafters
 from slipstream.constraints import compiled_grammars
 from slipstream.constraints.compiled_grammars import CompiledGrammars, GrammarState
 from slipstream.constraints.grammar_text import Limits
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.structured_outputs import VOCAB, allowed, decoder, grammars, tokenizer
 
 DRAFTERS = [name for name in drafters.names() if name not in ("none", "cross_vocabulary")]
@@ -55,9 +55,10 @@ def outcome(result: Result) -> tuple[list[int], str, str | None]:
     return result.token_ids, result.finish_reason, None if result.error is None else str(result.error)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
-@pytest.mark.parametrize("case", mostly_slow(CASES, "cost"))
-@pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "suffix"))
+@pytest.mark.parametrize("case", mostly_exhaustive(CASES, *(case for case in CASES if case != "little cost")))
+@pytest.mark.parametrize("name", mostly_exhaustive(DRAFTERS, "suffix", "model"))
 def test_every_drafter_reaches_a_limit_at_the_token_of_plain_decoding(name: str, case: str) -> None:
     constraint, limits = CASES[case]
     requests = [request(constraint, seed) for seed in range(4)] + [request(None, 9)]
@@ -100,6 +101,7 @@ def test_a_lexer_stopped_by_a_limit_is_never_reused_for_another_row() -> None:
         assert (allowed(later.masks(short, [])) == allowed(expected)).all()
 
 
+@pytest.mark.slow
 def test_rejected_drafts_do_not_count_towards_limits() -> None:
     made, ends = limited(Limits(lexer_cost=150_000, step_cost=2_000)), frozenset((tokenizer().eos_token_id,))
     path = walk(made.constraint(WORDS, ends), 0, 200)

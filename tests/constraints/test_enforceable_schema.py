@@ -32,6 +32,7 @@ def allows(schema: dict[str, Any], text: str) -> bool:
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
+@pytest.mark.slow
 def test_texts_of_random_schemas_satisfy_them(schema_texts: Any) -> None:
     findings = schema_texts.check(range(60), 2)
     assert findings.wrong == [] and findings.texts > 60 and findings.numbers > 300
@@ -70,6 +71,7 @@ NUMBERS: list[tuple[dict[str, Any], str, str]] = [  # a schema, numbers that it 
 ]
 
 
+@pytest.mark.slow
 @subcases("schema, inside, outside", NUMBERS)
 def test_numbers_are_within_their_bounds(schema: dict[str, Any], inside: str, outside: str) -> None:
     assert [text for text in inside.split() if not allows(schema, text)] == []
@@ -92,6 +94,7 @@ STRINGS: list[tuple[str, str, str]] = [  # a format, strings that it allows, str
 ]
 
 
+@pytest.mark.slow
 @subcases("name, allowed, excluded", STRINGS)
 def test_formats_are_enforced_narrower_or_ignored(name: str, allowed: str, excluded: str) -> None:
     schema = {"type": "string", "format": name}
@@ -186,6 +189,7 @@ def test_malformed_schemas_are_refused_in_one_line() -> None:
             assert "\n" not in str(error) and "allowed: " in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
 @subcases(
     "pattern",

@@ -11,6 +11,7 @@ from slipstream import Constraint, UsageError
 from slipstream.constraints import grammar_trial
 from slipstream.constraints.grammar_text import LIMITS
 from slipstream.constraints.grammar_trial import GrammarTrials, is_small
+from tests.support.markers import mostly_exhaustive
 
 HUGE = {
     "multiples": {"json_schema": {"type": "integer", "multipleOf": 99999989}},
@@ -72,13 +73,10 @@ def test_only_ordinary_constraints_count_as_small() -> None:
     assert not is_small("json_schema", '{"type": "integer", "multipleOf": 3}')
 
 
-FAST_CASES = ("multiples", "names")  # one reaches the limit of time, one that of memory
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name if name in FAST_CASES else pytest.param(name, marks=pytest.mark.exhaustive) for name in HUGE]
-)
+    "name", mostly_exhaustive(HUGE, "multiples")
+)  # it reaches the limit of time, "names" of memory
 def test_a_constraint_that_would_take_hours_to_compile_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=r"takes more than 2 seconds or 256 MB to compile; allowed"):
         Constraint(**HUGE[name])

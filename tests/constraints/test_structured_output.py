@@ -13,10 +13,10 @@ import torch
 from slipstream import Constraint, Result, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
 from slipstream.core.types import Draft
 from tests.support.embedded_model import loaded
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.structured_outputs import SCHEMAS, decoder, tokenizer
 
-DRAFTERS = [name for name in drafters.names() if name not in ("none", "cross_vocabulary")]
+OTHER_DRAFTERS = [name for name in drafters.names() if name not in ("none", "cross_vocabulary", "model", "suffix")]
 CONSTRAINTS = {name: Constraint(json_schema=schema) for name, schema in SCHEMAS.items()} | {
     "regex": Constraint(regex=r"[a-f]{2,9}(-[0-9]{1,3})?"),
     "choice": Constraint(choice=["red", "reddish", "green apples"]),
@@ -78,7 +78,7 @@ def test_the_prompt_without_a_constraint_does_not_satisfy_it() -> None:
     assert not is_valid(unconstrained[0], Constraint(choice=["red", "reddish"]))
 
 
-@pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "model", "suffix"))
+@pytest.mark.parametrize("name", [*mostly_slow(["model", "suffix"], "suffix"), *mostly_exhaustive(OTHER_DRAFTERS)])
 def test_every_drafter_gives_the_text_of_plain_decoding(name: str, plain: list[Result]) -> None:
     results = texts(name)
     assert [result.token_ids for result in results] == [result.token_ids for result in plain]
@@ -87,7 +87,8 @@ def test_every_drafter_gives_the_text_of_plain_decoding(name: str, plain: list[R
     assert sum(result.stats.num_rounds for result in results) < 0.8 * sum(result.stats.num_rounds for result in plain)
 
 
-@pytest.mark.parametrize("acceptance", mostly_slow(["auto", "block", "rejection"], "rejection"))
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", mostly_exhaustive(["auto", "block", "rejection"], "block", "rejection"))
 def test_sampled_drafts_give_valid_texts_and_leave_greedy_rows_unchanged(acceptance: str, plain: list[Result]) -> None:
     for result, options, expected in zip(texts("model", acceptance), MIXED, plain, strict=True):
         assert options.constraint is None or (result.finish_reason == "stop" and is_valid(result, options.constraint))
@@ -100,7 +101,7 @@ def test_constrained_texts_are_the_same_alone_and_in_a_batch(plain: list[Result]
         assert texts("suffix", params_list=[options])[0].token_ids == expected.token_ids
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_frequencies_of_constrained_samples_follow_the_masked_target() -> None:
     """The frequencies of a few allowed texts agree with the products of their masked probabilities."""
     words, count = ["ab", "ac", "b"], 600
@@ -169,6 +170,7 @@ class Stubborn:
         return Draft.from_lists([[end, 3, end, 447][:n] for n in lengths], sampler.device)
 
 
+@pytest.mark.slow
 def test_illegal_drafts_do_not_change_the_text(plain: list[Result]) -> None:
     for acceptance in ("match", "rejection"):
         stubborn = decoder().using(Stubborn(), acceptance=acceptance, num_draft_tokens=4)
@@ -178,6 +180,7 @@ def test_illegal_drafts_do_not_change_the_text(plain: list[Result]) -> None:
         assert [result.token_ids for result in results] == expected
 
 
+@pytest.mark.slow
 def test_a_dead_end_fails_its_row_alone(plain: list[Result]) -> None:
     digits = {token: float("-inf") for token in range(448) if any(c.isdigit() for c in tokenizer().decode([token]))}
     for name in ("none", "suffix", "model"):
@@ -287,6 +290,7 @@ def test_a_model_without_end_or_tokenizer_is_refused() -> None:
         SpeculativeDecoder(model()).generate([1, 2], params("regex"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.smollm2
 @pytest.mark.parametrize("name", ["suffix", pytest.param("token_recycling", marks=pytest.mark.exhaustive)])
 def test_smollm2_satisfies_constraints(name: str) -> None:

@@ -174,6 +174,7 @@ def test_every_acceptance_rule_keeps_budgets(acceptance: str) -> None:
             check(result, TAGS, True, kind, budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", ["none", "ngram"])
 def test_a_character_that_a_budget_would_cut_is_completed_if_a_grammar_follows(drafts: str) -> None:
     inner = tiny_models.byte_tokenizer(f"{TEMPLATE}<think>")

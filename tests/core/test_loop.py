@@ -18,7 +18,7 @@ from slipstream.core.types import Row, Traits
 from slipstream.draft_length.policies import Fixed
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import engine, run
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.tiny_models import VOCAB, HashBackend, Oracle, perturbed, prompts, reference, shared
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
@@ -39,7 +39,7 @@ def whole_texts() -> list[list[int]]:
     return [[*prompt, *reference(shared("llama"), prompt, COUNT)] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("drafter", mostly_slow(["none", "ngram", "model"], "model"))
+@pytest.mark.parametrize("drafter", mostly_exhaustive(["none", "ngram", "model"], "model"))
 def test_ten_prompts_in_a_batch_of_three_return_in_order_with_the_texts_they_have_alone(drafter: str) -> None:
     decoder = tiny_decoder(drafter, max_batch_size=3, num_draft_tokens=3 if drafter != "none" else 0)
     results = decoder.generate(PROMPTS, OPTIONS)
@@ -135,6 +135,7 @@ def test_perfect_drafts_take_one_forward_per_block() -> None:
         assert result.stats.block_efficiency == 16 / 5 and result.stats.acceptance_rate == 1 == result.stats.alpha
 
 
+@pytest.mark.slow
 def test_the_longest_draft_fits_beside_a_row_near_its_end_and_a_longer_one_is_refused() -> None:
     backend, length = HashBackend(), 800
     with pytest.raises(UsageError, match=f"num_draft_tokens={length}; allowed"):

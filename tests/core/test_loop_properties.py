@@ -199,13 +199,13 @@ def check_steps(case: Case, results: list[Result]) -> None:
     assert all(steps.count(round.step) == round.num_rows for round in rounds)
 
 
-@settings(STEADY, max_examples=40)
+@settings(STEADY, max_examples=25)
 @given(cases("toy"))
 def test_a_row_of_the_toy_model_has_the_text_it_has_alone(case: Case) -> None:
     check(case)
 
 
-@settings(STEADY, max_examples=12)
+@settings(STEADY, max_examples=8)
 @given(cases("llama"))
 def test_a_row_of_a_transformer_has_the_text_it_has_alone(case: Case) -> None:
     check(case)

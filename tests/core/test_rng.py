@@ -53,6 +53,7 @@ def test_draws_by_seed_follow_the_distribution_as_draws_by_position_do() -> None
     assert p_value(counts, PROBS * DRAWS) > SUSPICIOUS
 
 
+@pytest.mark.slow
 def test_biased_draws_are_caught() -> None:
     """Three wrong races: with uniform noise, of a distribution that is a little off, and won by the largest noise."""
     race = Race(len(PROBS), CPU)

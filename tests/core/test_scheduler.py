@@ -102,6 +102,7 @@ def play(scheduler: Scheduler, events: Events) -> None:
         scheduler.step()
 
 
+@pytest.mark.slow
 @EVERY_ORDER
 @given(events())
 def test_every_row_has_its_text_of_plain_decoding_whatever_happens_to_the_others(scenario: Events) -> None:
@@ -416,6 +417,7 @@ def test_a_drafter_that_returns_no_draft_is_refused_by_name(answer: object) -> N
         SpeculativeDecoder("toy", drafter=NoDraft(), num_draft_tokens=2).generate("The heron ", PARAMS[0], chat=False)
 
 
+@pytest.mark.slow
 def test_a_ragged_session_reads_a_long_prompt_in_chunks_too() -> None:
     from tests.support.tiny_models import fast, prompts
 

@@ -26,7 +26,7 @@ from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import engine
 from tests.support.engine_parts import run as run_engine
 from tests.support.fake_cuda_graph import Tape
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 GREEDY = SamplingParams(max_tokens=30)
@@ -66,7 +66,7 @@ def run(
 
 
 @pytest.mark.usefixtures("cache_audit")
-@pytest.mark.parametrize("name", mostly_slow(["llama", "qwen2", "gpt2", "gemma3"], "gpt2"))
+@pytest.mark.parametrize("name", [*mostly_slow(["gpt2", "gemma3"], "gpt2"), *mostly_exhaustive(["llama", "qwen2"])])
 def test_greedy_text_and_rounds_equal_those_of_the_plain_loop(name: str) -> None:
     (plain, _, _), (fast, target, draft) = run(name, HFBackend), run(name, Counting)
     assert [row.tokens for row in plain] == [row.tokens for row in fast]
@@ -81,6 +81,7 @@ def test_greedy_text_and_rounds_equal_those_of_the_plain_loop(name: str) -> None
     assert target._graphs.reason is draft._graphs.reason is None
 
 
+@pytest.mark.slow
 def test_sampled_rows_take_the_plain_path() -> None:
     params = SamplingParams(max_tokens=20, temperature=0.8)
     (plain, _, _), (fast, target, draft) = run("llama", HFBackend, params), run("llama", Counting, params)

@@ -23,7 +23,7 @@ from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_slow, subcases
+from tests.support.markers import mostly_exhaustive, mostly_slow, subcases
 from tests.support.tiny_models import fresh, shared
 
 RIGHT, DEEPER = 0.6, 0.5  # chances that a node continues a right path rightly, and that it follows the previous node
@@ -144,12 +144,13 @@ def test_random_trees_change_no_text(name: str, options: str) -> None:
 @pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", ["greedy", "penalised"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", COMPILED])
+@pytest.mark.parametrize("name", mostly_exhaustive(["llama", "qwen2", "gemma3", COMPILED], "gemma3", COMPILED))
 def test_random_trees_change_no_text_in_reproducible_mode(name: str, options: str) -> None:
     assert decoder_of(name, True).reproducible
     assert with_trees(name, options, reproducible=True) == plain_texts(name, options, True)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(2, 16), options=st.sampled_from(sorted(OPTIONS)))
 def test_any_tree_of_the_toy_model_changes_no_text(seed: int, count: int, options: str) -> None:

@@ -18,7 +18,6 @@ from slipstream.models.toy import ToyTokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.tokenization.vocabulary import VocabularyInfo
 from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, bridge_between
-from tests.support.markers import mostly_slow
 from tests.support.tiny_models import HashBackend, RaggedHash
 from tests.support.vocabularies import TEXT, bridge
 
@@ -55,10 +54,11 @@ def fresh(pair: VocabularyBridge, ragged: bool = False) -> BridgedSession:
     return BridgedSession(make_session(backend), pair)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache_audit")
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-@pytest.mark.parametrize("ragged", mostly_slow([False, True], True), ids=["padded", "ragged"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 def test_scoring_after_any_rounds_equals_scoring_from_scratch(ragged: bool, data: st.DataObject) -> None:
     pair = bridge("toy", "bytes")
     bridged = fresh(pair, ragged)

@@ -153,6 +153,7 @@ def test_an_unused_retrieved_draft_does_not_widen_the_batch() -> None:
     assert propose(drafter, rows(1), [7]).width == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", mostly_exhaustive([0.0, 0.8], 0.8))
 def test_the_text_is_that_of_plain_decoding(temperature: float) -> None:
     drafting = {"drafter": "hybrid:3", "acceptance": "match", "num_draft_tokens": 4}
@@ -172,6 +173,7 @@ def test_bad_arguments_are_refused() -> None:
         SpeculativeDecoder("toy", drafter="hybrid")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache_audit")
 def test_the_draft_models_cache_is_right_after_rounds_it_sat_out() -> None:
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="hybrid")

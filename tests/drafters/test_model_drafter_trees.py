@@ -106,6 +106,7 @@ def test_siblings_are_the_runners_up_of_the_targets_race(temperature: float) -> 
         assert draft.tokens[0, children].tolist() == speed.topk(4).indices.tolist()
 
 
+@pytest.mark.slow
 def test_a_spelled_tree_counts_its_siblings_as_draft_tokens() -> None:
     assert LengthChoice.parse("4x2") == LengthChoice("fixed", 8, siblings=1)
     assert LengthChoice.parse("auto").siblings == -1 and LengthChoice.parse("chain") == LengthChoice("auto")

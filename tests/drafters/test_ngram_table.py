@@ -25,7 +25,7 @@ from slipstream.drafters import ngram_table as table
 from slipstream.drafters.ngram_table import NgramTableDrafter
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import subcases
+from tests.support.markers import mostly_exhaustive, subcases
 from tests.support.tiny_models import VOCAB, prompts, shared
 
 CPU = torch.device("cpu")
@@ -210,7 +210,7 @@ def test_the_loop_shows_every_round_before_it_is_committed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.each_value
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_exhaustive(KINDS, "ngram_table", "ngram_table:3-4+fill"))
 @pytest.mark.parametrize("size", [1, 3])
 def test_text_is_that_of_plain_decoding_greedy_and_seeded(kind: str, size: int) -> None:
     texts = prompts([3, 30, 1, 22, 12], seed=2)

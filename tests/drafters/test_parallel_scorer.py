@@ -15,7 +15,6 @@ from slipstream.drafters.model.model_drafter import ModelDrafter
 from slipstream.drafters.model.parallel_scorer import MOST
 from slipstream.wiring.model_pair import ModelPair
 from tests.support.draft_steps import same_logits, step_logits
-from tests.support.markers import mostly_slow
 from tests.support.tiny_models import VOCAB, fresh, prompts, shared, tokenizer
 
 MASK = 5
@@ -101,10 +100,10 @@ def test_masks_that_stay_in_the_cache_change_later_drafts(monkeypatch: pytest.Mo
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
-    mostly_slow([{}, {"temperature": 0.8, "seed": 5}], {"temperature": 0.8, "seed": 5}),
+    [{}, {"temperature": 0.8, "seed": 5}],
     ids=["greedy", "seeded"],
 )
-@pytest.mark.parametrize("drafter", mostly_slow(["model", "auto"], "model"))
+@pytest.mark.parametrize("drafter", ["model", "auto"])
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(drafter: str, options: dict[str, Any]) -> None:
     decoder = decoder_of(drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else 4)
     texts, params = prompts([3, 17, 9, 40, 5]), SamplingParams(max_tokens=24, **options)

@@ -114,10 +114,10 @@ def test_predictions_keep_the_text_of_plain_decoding_with_every_drafter(
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "settings",
-    mostly_slow([{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], {"num_draft_tokens": 4}),
+    mostly_exhaustive([{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], {}, {"num_draft_tokens": 4}),
     ids=str,
 )
-@pytest.mark.parametrize("drafter", mostly_slow(["model", "hybrid"], "hybrid"))
+@pytest.mark.parametrize("drafter", ["model", "hybrid"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_predictions_keep_the_text_of_plain_decoding_with_a_draft_model(
     drafter: str, params: SamplingParams, settings: dict[str, Any]
@@ -170,7 +170,7 @@ def test_rows_without_a_prediction_are_drafted_as_if_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("acceptance", ["auto", "block", "rejection"])
+@pytest.mark.parametrize("acceptance", mostly_exhaustive(["auto", "block", "rejection"], "auto", "block"))
 def test_a_seed_with_a_prediction_repeats_its_text_under_every_rule(acceptance: str) -> None:
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model", acceptance=acceptance)
     prompt = prompts((6,))[0]
@@ -307,6 +307,7 @@ def test_a_prediction_as_text_needs_a_tokenizer() -> None:
         decoder.generate([1, 2, 3], SamplingParams(prediction="text"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.smollm2
 @pytest.mark.parametrize("temperature", mostly_exhaustive([0.0, 0.8], 0.0))
 def test_an_edit_by_a_real_model_equals_plain_decoding(temperature: float) -> None:

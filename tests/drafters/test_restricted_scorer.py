@@ -22,7 +22,7 @@ from slipstream.models import draft_vocabulary
 from slipstream.models.draft_vocabulary import Restriction, restricted_head
 from slipstream.models.hf.backend import HFBackend
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_exhaustive, mostly_slow, subcases
+from tests.support.markers import mostly_exhaustive, subcases
 from tests.support.tiny_models import VOCAB, fresh, perturbed, prompts, shared
 
 CPU, FIRST, END = torch.device("cpu"), 32, 60
@@ -138,8 +138,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("acceptance", "temperature"), mostly_slow([("auto", 0.0), ("match", 0.0), ("match", 0.9)], ("match", 0.9))
+    ("acceptance", "temperature"), mostly_exhaustive([("auto", 0.0), ("match", 0.0), ("match", 0.9)], ("match", 0.9))
 )
 def test_the_text_is_that_of_plain_decoding(folder: Path, acceptance: str, temperature: float) -> None:
     options: dict[str, Any] = {"num_draft_tokens": 3, "acceptance": acceptance}

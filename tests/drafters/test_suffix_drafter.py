@@ -22,7 +22,7 @@ from slipstream.drafters.suffix import suffix_drafter as suffix
 from slipstream.drafters.suffix.automaton import LIMIT, Match, SuffixAutomaton
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_slow, subcases
+from tests.support.markers import subcases
 
 CPU = torch.device("cpu")
 SIZE = 50
@@ -344,7 +344,7 @@ def test_a_finished_row_is_released_while_others_still_refer_to_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", mostly_slow([0.0, 0.9], 0.0))
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_texts_are_those_of_plain_decoding(temperature: float) -> None:
     prompts = [list(FABLE[start : start + 40].encode()) for start in range(0, 500, 60)]
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60) for i in range(len(prompts))]

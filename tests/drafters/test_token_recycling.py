@@ -15,7 +15,7 @@ from slipstream.core.types import Row, Verdict
 from slipstream.drafters import Setup, load, token_recycling
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_slow, subcases
+from tests.support.markers import mostly_exhaustive, subcases
 from tests.support.tiny_models import prompts, shared
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def test_forgetting_drops_shared_rankings_but_not_a_rows_own_text() -> None:
 
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", mostly_slow(["toy", "qwen2"], "toy"))
+@pytest.mark.parametrize("name", mostly_exhaustive(["toy", "qwen2"], "toy"))
 def test_the_text_is_that_of_plain_decoding_whatever_was_learned(name: str, temperature: float) -> None:
     target = "toy" if name == "toy" else shared(name)
     decoder = SpeculativeDecoder(target, drafter="none", max_batch_size=2, reproducible=False)

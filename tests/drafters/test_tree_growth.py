@@ -33,7 +33,7 @@ from slipstream.drafters.ngram_table import NgramTableDrafter
 from slipstream.drafters.suffix.automaton import SuffixAutomaton
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive
 
 STEADY = settings(max_examples=200)
 DEPTH = 4  # paths end there
@@ -197,6 +197,7 @@ def occurrences(text: Sequence[int], context: Sequence[int]) -> int:
     return sum(list(text[i - size : i]) == list(context) for i in range(size, len(text) + 1))
 
 
+@pytest.mark.slow
 @STEADY
 @given(token_lists)
 def test_alternatives_go_from_the_longest_context_down_and_name_each_token_once(text: list[int]) -> None:
@@ -220,6 +221,7 @@ def test_alternatives_go_from_the_longest_context_down_and_name_each_token_once(
     assert len(tokens_so_far) == len(continuations)
 
 
+@pytest.mark.slow
 @STEADY
 @given(token_lists)
 def test_the_first_alternative_is_the_next_token_of_the_chain(text: list[int]) -> None:
@@ -333,10 +335,14 @@ def params_of(temperature: float) -> list[SamplingParams]:
     return [SamplingParams(temperature=temperature, seed=i, max_tokens=60) for i in range(len(PROMPTS))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(
     ("drafter", "count"),
-    mostly_slow([(name, n) for name in ("suffix", "ngram_table:fill") for n in ("auto", "3x3")], ("suffix", "3x3")),
+    [
+        *[("suffix", "3x3"), ("ngram_table:fill", "auto")],
+        *mostly_exhaustive([("suffix", "auto"), ("ngram_table:fill", "3x3")]),
+    ],
 )
 def test_texts_are_those_of_plain_decoding(drafter: str, count: int | str, temperature: float) -> None:
     params = params_of(temperature)

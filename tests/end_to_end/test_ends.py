@@ -92,6 +92,7 @@ def test_the_earliest_of_several_end_tokens_ends_the_text(drafter: str) -> None:
     assert run(drafter, mixed, ends=text()[late]).token_ids == text()[: early + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_ignore_eos_still_honors_stop_token_ids(drafter: str) -> None:
     early, late = first_new(4), first_new(first_new(4) + 1)
@@ -102,6 +103,7 @@ def test_ignore_eos_still_honors_stop_token_ids(drafter: str) -> None:
     assert run(drafter, stopped, ends=text()[early]).token_ids == text()[: late + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_min_tokens_delays_the_end_as_generate_does(drafter: str) -> None:
     end = text()[first_new(3)]
@@ -152,6 +154,7 @@ def test_a_prompt_of_one_token_works(drafter: str) -> None:
     assert run(drafter, SamplingParams(max_tokens=COUNT), prompt=[7]).token_ids == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_end_of_sequence_and_stop_strings_in_the_prompt_do_not_count(drafter: str) -> None:
     end = next(token for token in range(3, VOCAB) if token not in text())

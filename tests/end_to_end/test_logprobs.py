@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from tests.support.markers import mostly_slow
 from tests.support.tiny_models import VOCAB, perturbed, prompts, shared, tokenizer
 
 PROMPTS = prompts([6, 11, 17])
@@ -26,8 +25,9 @@ def decoder() -> SpeculativeDecoder:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", mostly_slow(["ngram", "model"], "model"))
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_drafting_and_batches_do_not_change_logprobs_by_a_bit(drafter: str, params: SamplingParams) -> None:
     plain = [decoder().using("none").generate(prompt, params) for prompt in PROMPTS]
     drafted = decoder().using(drafter, num_draft_tokens=4).generate(PROMPTS, params)

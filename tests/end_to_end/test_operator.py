@@ -20,6 +20,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from slipstream import SpeculativeDecoder
 from slipstream.apps.cli.serve import MONITORING
 from tests.support.command_line import run
 from tests.support.processes import PATIENCE, environment, started
@@ -29,7 +30,9 @@ from tests.support.server_storm import Storm, weak
 OLD, NEW = "the-old-key-of-ann", "the-new-key-of-ann"
 SETTINGS = """
 port = 0
+greedy = true
 drafter = "suffix"
+max_model_len = 2048
 api_key_file = "{folder}/keys"
 drain_timeout = 200
 log_level = "debug"
@@ -38,7 +41,10 @@ log_level = "debug"
 model = "toy"
 
 [models.fish]
-model = "toy:2"
+target = "toy:2"
+served_model_name = ["trout"]
+max_model_len = 512
+num_draft_tokens = 3
 """
 UNIT = Path(__file__).parents[2] / "docs" / "operate.md"
 
@@ -77,7 +83,7 @@ def test_a_server_is_configured_reloaded_drained_and_logged(tmp_path: Path) -> N
         url = read(" serves birds, fish at ")["message"].split()[-1]
 
         def ask(key: str, **fields: Any) -> Iterator[str]:
-            body = {"model": "birds", "prompt": "my secret", "temperature": 0} | fields
+            body = {"model": "birds", "prompt": "my secret"} | fields
             headers = {"authorization": f"Bearer {key}"}
             with httpx.stream(
                 "POST", f"{url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=PATIENCE
@@ -94,9 +100,15 @@ def test_a_server_is_configured_reloaded_drained_and_logged(tmp_path: Path) -> N
         assert expected.items() <= request.items() and request["tokens"] == 12
         assert request["tokens_per_round"] >= 1 and 0 < request["first_token_seconds"] <= request["seconds"]
 
-        status, text = ask(OLD, model="fish", max_tokens=12)
-        assert status == "200" and json.loads(text)["model"] == "fish"
-        assert json.loads(text)["choices"][0]["text"] != answer and read("^request$")["model"] == "fish"
+        status, text = ask(OLD, model="trout", max_tokens=12)
+        assert status == "200" and json.loads(text)["model"] == "fish" and read("^request$")["model"] == "fish"
+        for model, text_of_model in (("toy", answer), ("toy:2", json.loads(text)["choices"][0]["text"])):
+            decoder = SpeculativeDecoder(model, drafter="none")
+            plain = decoder.generate("my secret", max_tokens=12, temperature=0, chat=False)
+            assert text_of_model == plain.text
+        headers = {"authorization": f"Bearer {OLD}"}
+        models = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False, timeout=PATIENCE).json()["data"]
+        assert {card["id"]: card["max_model_len"] for card in models} == {"birds": 2048, "fish": 512, "trout": 512}
 
         keys.write_text("short\n")
         reload()

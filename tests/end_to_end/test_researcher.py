@@ -35,10 +35,12 @@ def test_an_own_drafter_and_own_rules_from_measurement_to_paper(capsys, monkeypa
     options = (*measured, "--repeats", "2", "--out", "runs", "--arms", ARMS)
     code, out, errors = run(capsys, monkeypatch, "bench", *options)
     assert code == 0 and "mine:Echo@3" in out, errors
-    short = ("--target", "toy", "--drafter", "mine:Echo", "--num-draft-tokens", "2", "--limit", "1", "--budget", "5")
+    short = ("--target", "toy", "--drafter", "mine:Echo", "--num-draft-tokens", "2", "--limit", "1", "--budget", "1")
     for rule, verdict, expected in (("right", "VERIFIED", 0), ("wrong", "FAILED", 1)):
-        code, out, _ = run(capsys, monkeypatch, "verify", *short, "--acceptance", f"mine:{rule}")
-        assert code == expected and verdict in out
+        options = ("--acceptance", f"mine:{rule}", "--json", "certificate.json")
+        code, out, errors = run(capsys, monkeypatch, "verify", *short, *options)
+        assert code == expected and verdict in out and ("error: not exact" in errors) == (code == 1)
+        assert json.loads(Path("certificate.json").read_text())["verdict"] == verdict
     monkeypatch.setattr("slipstream.bench.report.charts", lambda data: [])  # tests/bench/test_report.py draws them
     written = ("--csv", "runs.csv", "--latex", "tables.tex", "--bibtex", "methods.bib", "--title", "Echo")
     assert run(capsys, monkeypatch, "report", "runs", *written)[0] == 0

@@ -11,6 +11,8 @@ from slipstream.core.rng import Stream
 from slipstream.core.types import Row, Traits
 from tests.support.tiny_models import VOCAB, perturbed, prompts, shared
 
+pytestmark = pytest.mark.slow
+
 PARAMS = [SamplingParams(temperature=0.9, seed=i, max_tokens=24) for i in range(3)]
 PLAIN = {"draft": None, "drafter": "none"}
 
@@ -29,7 +31,6 @@ def texts(**settings: object) -> list[list[int]]:
     return [result.token_ids for result in decoder.generate(prompts([9, 20, 14]), PARAMS)]
 
 
-@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", ["auto", "chain", 1, 4])
 @pytest.mark.parametrize("drafter", ["model", "hybrid", "layer_skip:1"])
@@ -38,13 +39,11 @@ def test_a_seed_gives_the_text_of_plain_decoding_with_every_drafter(drafter: str
     assert texts(draft=draft, drafter=drafter, num_draft_tokens=length) == texts(**PLAIN)
 
 
-@pytest.mark.slow
 def test_the_block_rule_is_used_only_on_request() -> None:
     by_block = texts(draft=perturbed("llama"), drafter="model", num_draft_tokens=4, acceptance="block")
     assert by_block != texts(**PLAIN)
 
 
-@pytest.mark.slow
 def test_a_drafter_that_samples_by_itself_is_not_coupled_to_the_targets_draws() -> None:
     assert not SpeculativeDecoder(shared("llama"), drafter=OwnDraws(), num_draft_tokens=1).coupled
     sampled = texts(drafter=OwnDraws(), num_draft_tokens=1)

@@ -49,6 +49,7 @@ def expected_texts(models: str, params: str) -> list[list[int]]:
     return texts(MODELS[models], PARAMS[params])
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("models", MODELS)
 @pytest.mark.parametrize("params", PARAMS)

@@ -40,6 +40,7 @@ def test_some_rows_of_the_test_batches_end_before_others() -> None:
     assert any(rows.any() and not rows.all() for rows in padded)
 
 
+@pytest.mark.slow
 def test_a_draft_model_of_another_vocabulary_needs_both_tokenizers() -> None:
     target, draft = speaking("bytes"), speaking("sentencepiece", 1)
     ids = torch.tensor([tokenizer_of("bytes")("The heron was slow")["input_ids"]] * 2)
@@ -86,6 +87,7 @@ def test_a_lossy_rule_does_not_give_the_text_of_generate() -> None:
     assert not torch.equal(ours, expected("llama"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 3])
 def test_more_rows_than_the_batch_size_give_the_text_of_generate(limit: int) -> None:
     for made in (
@@ -96,6 +98,7 @@ def test_more_rows_than_the_batch_size_give_the_text_of_generate(limit: int) -> 
         assert torch.equal(ours, expected("gemma3"))
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_global_seed_and_greedy_decoding_leaves_it_alone() -> None:
     def draw(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
@@ -131,6 +134,7 @@ def test_criteria_end_rows_as_in_generate(ends: list[int] | None, option: dict[s
     assert plain.shape != expected("llama").shape or not torch.equal(plain, expected("llama"))
 
 
+@pytest.mark.slow
 def test_stop_strings_stay_in_the_text() -> None:
     spoken = tokenizer()
     piece = spoken.decode(expected("llama")[0, WIDTH + 3 : WIDTH + 5])
@@ -329,6 +333,7 @@ def test_decoders_live_as_long_as_their_models() -> None:
     assert gone[1]() is None
 
 
+@pytest.mark.slow
 def test_changed_weights_and_dtypes_take_effect_in_the_next_call() -> None:
     model = fresh("llama")
     before = model.generate(**batch(), **GREEDY, custom_generate=custom_generate)

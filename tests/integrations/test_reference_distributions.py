@@ -145,8 +145,8 @@ def matches(texts: list[list[int]], name: str) -> bool:
     return p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
 
 
-# only one processor with native options is sampled: their distributions are compared digit by digit below
-SAMPLED = ("top-k", "own draws", "own process", "own distribution")
+# processors with native options are compared digit by digit below
+SAMPLED = ("own draws", "own distribution")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_sampled_text_follows_the_processors_distribution(name: str) -> None:
 @pytest.mark.parametrize("name", [pytest.param("multinomial", marks=pytest.mark.exhaustive), "warm nucleus"])
 def test_skipping_the_adjustment_is_caught_and_announced_as_lossy(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "slipstream"):
-        texts, stats = observe(name, 2 * RUNS, skip_sample_adjustment=True)
+        texts, stats = observe(name, RUNS, skip_sample_adjustment=True)
     assert not matches(texts, name) and not any(stat.lossless for stat in stats)
     assert [record.getMessage()[:39] for record in caplog.records] == ["skip_sample_adjustment=True is lossy: t"]
 
@@ -189,10 +189,11 @@ def test_a_second_draw_after_a_mismatch_is_caught(monkeypatch: pytest.MonkeyPatc
     assert not matches(observe("own draws", 2 * RUNS)[0], "own draws")
 
 
+@pytest.mark.exhaustive
 def test_decode_samples_from_the_full_softmax() -> None:
     torch.manual_seed(3)
     decoder = SpeculativeDecoder(model("llama"), close("llama"), draft_tokens=2)
-    texts = [decoder.decode(torch.tensor([PROMPT]), COUNT)[0, len(PROMPT) :].tolist() for _ in range(RUNS // 2)]
+    texts = [decoder.decode(torch.tensor([PROMPT]), COUNT)[0, len(PROMPT) :].tolist() for _ in range(RUNS // 4)]
     assert matches(texts, "plain")
     assert not matches(texts, "hot")
 

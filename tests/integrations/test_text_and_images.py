@@ -12,7 +12,7 @@ import transformers
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.integrations.transformers.custom_generate import custom_generate
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.tiny_models import fresh
 
 VOCAB = 97
@@ -117,7 +117,10 @@ COUNT = 16
 IDS = torch.tensor([[0, 0, 5, 9, 11, 5, 9, 11], [5, 9, 11, 5, 9, 11, 5, 20]])
 BATCH = {"input_ids": IDS, "attention_mask": (IDS != 0).long()}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": COUNT, "pad_token_id": 0, "eos_token_id": [7, 49]}
-over_classes = pytest.mark.parametrize("name", mostly_slow(CONFIGS, "Gemma3ForConditionalGeneration"))
+KEPT = ("Gemma3", "Qwen2_5_VL", "Llava", "Idefics3")  # the others are like one of these
+over_classes = pytest.mark.parametrize(
+    "name", mostly_exhaustive(CONFIGS, *(f"{name}ForConditionalGeneration" for name in KEPT))
+)
 TYPES = {  # processors return this beside the ids of a text: no token belongs to an image
     "Gemma3ForConditionalGeneration": "token_type_ids",
     "Qwen2VLForConditionalGeneration": "mm_token_type_ids",
@@ -126,6 +129,7 @@ TYPES = {  # processors return this beside the ids of a text: no token belongs t
 }
 
 
+@pytest.mark.slow
 @over_classes
 def test_a_multimodal_model_without_images_gives_the_text_of_generate(name: str) -> None:
     model, types = multimodal(name), {TYPES[name]: torch.zeros_like(IDS)} if name in TYPES else {}

@@ -261,6 +261,7 @@ def test_the_report_can_be_written_as_json(decoder: SpeculativeDecoder, tmp_path
     assert saved["answered"] == 3 and saved["remaining"] == 0 and saved["work"]["output_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_plain_lines_and_jobs_take_the_options_of_generate(tmp_path: Path) -> None:
     template = (
         "{% for t in tools or [] %}{{ t['function']['name'] }} <tool_call>{% endfor %}"

@@ -76,7 +76,7 @@ def killed(server: Any, folder: Path, kept: bytes, delay: float) -> bytes:
     file, end = folder / "out.jsonl", time.monotonic() + PATIENCE
     while not file.exists() or file.read_bytes().count(b"\n") <= kept.count(b"\n"):
         assert time.monotonic() < end, "the job answered nothing"
-        time.sleep(0.001)
+        time.sleep(0.01)
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)
     assert int(server.stdout.readline()) == -signal.SIGKILL

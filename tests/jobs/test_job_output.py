@@ -28,6 +28,7 @@ def whole(decoder: SpeculativeDecoder, tmp_path_factory: pytest.TempPathFactory)
     return path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_job_continues_from_an_output_cut_anywhere_to_the_same_lines(
     decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from slipstream.models.plain_models import load_unpacked
 from slipstream.models.quantized_models import WITH_LANGUAGE_PART
 from slipstream.models.weights.gguf_tensors import RowsOfFile
 from tests.models.decoder.test_families import CONFIGS, SHAPE, randomize
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 
@@ -114,6 +114,7 @@ def test_texts_are_those_of_the_language_part_alone(kind: str) -> None:
         assert torch.equal(whole(input_ids=IDS, use_cache=False).logits, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("quantize", ["none", "int4", "int8"])
 @over_types
@@ -130,7 +131,9 @@ def test_the_language_part_runs_in_one_call_with_the_bits_it_has_alone(
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("kind", mostly_slow([kind for kind in PARTS if kind != "qwen3_5_moe"], "gemma4"))
+@pytest.mark.parametrize(
+    "kind", mostly_exhaustive([kind for kind in PARTS if kind != "qwen3_5_moe"], "gemma4", "qwen3_5")
+)
 def test_the_numbers_that_its_blocks_stand_for_are_those_of_the_language_part(
     kind: str, folders_of: Callable[[str, bool], tuple[Path, Path]]
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_ragged_batch_of_four_equals_each_alone(decoder: SpeculativeDecoder) -
     assert all(max(round.num_rows for round in result.rounds) == 4 for result in results)
 
 
+@pytest.mark.exhaustive
 def test_a_stop_string_cuts_the_text_and_the_stream(decoder: SpeculativeDecoder) -> None:
     full_text = decoder.generate(PROMPTS[1], GREEDY).text
     stop = full_text[len(full_text) // 2 :][:7]

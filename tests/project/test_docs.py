@@ -17,7 +17,7 @@ import typer
 
 from slipstream.apps import cli
 from tests.support.markers import subcases
-from tests.support.page_browser import CHROMIUM, running_browser
+from tests.support.page_browser import CHROMIUM, Opened, running_browser
 from tests.support.tiny_models import fresh, tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -199,7 +199,6 @@ def test_the_site_builds_and_fetches_nothing_from_elsewhere(tmp_path: Path) -> N
     assert re.search(r"^draft_tokenizer: ", python, flags=re.MULTILINE), "one argument a line"
     if CHROMIUM.exists() and importlib.util.find_spec("playwright"):
         with running_browser() as browser:
-            page = browser.new_page()
-            page.goto((tmp_path / "site" / "index.html").as_uri())  # a file, without a server
+            page = Opened(browser)((tmp_path / "site" / "index.html").as_uri())  # a file, without a server
             page.locator("input.md-search__input").press_sequentially("roll back")  # the theme listens to keys
             page.wait_for_selector(".md-search-result a >> text=Operate")

@@ -23,7 +23,6 @@ WITHOUT_THEM = (
     f"import sys; sys.modules.update(dict.fromkeys({UNIX}))\nfrom slipstream.apps.cli import main\n"
     "sys.argv[:1] = ['slipstream']\nmain()"
 )
-COMMAND = [sys.executable, "-c", WITHOUT_THEM]
 OPENERS = ("read_text", "write_text", "open", "fdopen", "TemporaryFile", "NamedTemporaryFile")
 OPENERS += ("run", "Popen", "check_output")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -57,6 +56,7 @@ def locale_dependent(source: str) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)[:80]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("area", ["src", "packaging", "examples", "benchmarks"])
 def test_every_text_file_is_read_and_written_as_utf8(area: str) -> None:
     files = sorted((ROOT / area).rglob("*.py"))
@@ -64,17 +64,6 @@ def test_every_text_file_is_read_and_written_as_utf8(area: str) -> None:
         f"{file.relative_to(ROOT)}, {call}" for file in files for call in locale_dependent(file.read_text("utf-8"))
     ]
     assert files and calls == []
-
-
-@pytest.mark.slow
-def test_a_batch_job_runs_without_unix_modules(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron", "max_tokens": 4}\n', encoding="utf-8")
-    arguments = ["batch", "in.jsonl", "out.jsonl", "--target", "toy"]
-    process = subprocess.run(
-        [*COMMAND, *arguments], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["id"] == "a"
 
 
 def test_importing_filelock_without_unix_modules_prints_no_warning() -> None:
@@ -96,10 +85,13 @@ def address(log: IO[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_server_starts_without_unix_modules() -> None:
-    arguments = ["serve", "--target", "toy", "--port", "0"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, stderr=pipe, text=True, encoding="utf-8") as server:
+def test_a_batch_job_and_a_server_run_without_unix_modules(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "A heron", "max_tokens": 4}\n', encoding="utf-8")
+    batch = ["batch", "in.jsonl", "out.jsonl", "--target", "toy"]
+    script = f"{WITHOUT_THEM[: -len('main()')]}import contextlib\nwith contextlib.suppress(SystemExit):\n    main()\n"
+    script += "sys.argv[1:] = ['serve', '--target', 'toy', '--port', '0']\nmain()"
+    options = {"cwd": tmp_path, "env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    with subprocess.Popen([sys.executable, "-c", script, *batch], **options) as server:
         assert server.stderr is not None
         try:
             url = address(server.stderr)
@@ -109,3 +101,4 @@ def test_a_server_starts_without_unix_modules() -> None:
         finally:
             server.send_signal(signal.SIGTERM)
             server.communicate()
+    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["id"] == "a"

@@ -61,7 +61,7 @@ OTHER_MACHINES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "oneDNN's instructions": lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
     "its old name": lambda patch: patch.setenv("DNNL_DEFAULT_FPMATH_MODE", "BF16"),
     "MKL's mode": lambda patch: patch.setenv("MKL_CBWR", "COMPATIBLE"),
-    "version of the forwards": lambda patch: patch.setattr(calibration_cache, "version", lambda package: "0.0"),
+    "version of the forwards": lambda patch: patch.setattr(calibration_cache, "_installed", lambda package: "0.0"),
 }
 OTHER_MODELS = {"num_key_value_heads": 4, "head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2}
 

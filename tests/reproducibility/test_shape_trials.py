@@ -20,7 +20,6 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.reproducibility.calibration import TOTALS, TOTALS_IF_GUARANTEED, Calibration, calibrate
 from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, FURTHER_WIDTHS, TOGETHER, WIDTHS
-from tests.support.markers import mostly_slow
 from tests.support.rounding_backends import (
     BATCH,
     BIT,
@@ -153,7 +152,7 @@ def test_a_short_context_is_calibrated_within_it() -> None:
 
 @pytest.mark.slow
 @needs_kernels
-@pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3"], "gemma3"))
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_compiled_layers_claim_what_all_trials_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = fast(name, torch.bfloat16, head_dim=64)
     trusted = calibrate(backend, BATCH)

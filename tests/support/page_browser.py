@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import PATIENCE
+
 CHROMIUM = Path("/usr/bin/chromium")
 OPTIONS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 OPTIONS += "--disable-component-update --disable-sync"
-PATIENCE = 60_000  # milliseconds after which a browser that does not answer fails a test
 browsers = pytest.mark.skipif(
     not (CHROMIUM.exists() and importlib.util.find_spec("playwright")),
     reason=f"needs playwright and {CHROMIUM}: pip install playwright; apt-get install chromium",
@@ -26,7 +27,7 @@ def running_browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=str(CHROMIUM), args=OPTIONS.split(), timeout=PATIENCE)
+        chromium = started.chromium.launch(executable_path=str(CHROMIUM), args=OPTIONS.split(), timeout=1000 * PATIENCE)
         yield chromium
         chromium.close()
 
@@ -41,7 +42,7 @@ class Opened:
         options = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | context
         self._contexts.append(self.browser.new_context(**options))
         page = self._contexts[-1].new_page()
-        page.set_default_timeout(PATIENCE)
+        page.set_default_timeout(1000 * PATIENCE)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("console", lambda message: self.problems.append(message.text) if "Policy" in message.text else None)
         prepare(page)

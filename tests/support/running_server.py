@@ -25,6 +25,7 @@ from slipstream.apps.server.service import ModelSource
 from tests.support.processes import PATIENCE
 
 NO_MODELS: dict[str, dict[str, Any]] = {}
+LOCAL: dict[str, Any] = {"trust_env": False, "verify": False}  # reading certificates takes 25 ms, and none are needed
 # the schema of a tool's arguments, or of an answer
 ARGUMENTS = {
     "type": "object",
@@ -64,7 +65,7 @@ class RunningServer:
         return self.models.services[0]
 
     def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        client = httpx.Client(trust_env=False)
+        client = httpx.Client(**LOCAL)
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, http_client=client, **{"max_retries": 0} | options)
 
     def connected(self) -> socket.socket:
@@ -147,7 +148,7 @@ def running_server(
             if server.started:
                 break
             time.sleep(0.005)
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE) as client:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE, **LOCAL) as client:
             yield RunningServer(server, server.url, client)
     finally:
         server.should_exit = server.force_exit = True

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from tests.support.processes import PATIENCE
 
-PATIENCE_SECONDS = 0.05
 PROMPT = "The heron and the sparrow. The heron"
 OPTIONS: Any = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
 PARAMS = SamplingParams(**OPTIONS)
@@ -113,7 +113,7 @@ def test_a_chunk_whose_reader_gave_up_goes_to_the_next_reader(decoder: Speculati
         stream, chunks, num_timeouts = decoder.astream(PROMPT, PARAMS), [], 0
         while True:
             waits = [asyncio.ensure_future(anext(stream)) for _ in range(1 + num_timeouts % 3)]
-            await asyncio.sleep(0 if num_timeouts < 20 else PATIENCE_SECONDS)
+            await asyncio.sleep(0 if num_timeouts < 20 else 0.05)
             for wait in waits:
                 if wait.done() and isinstance(wait.exception(), StopAsyncIteration):
                     assert same(stream.result, expected)
@@ -134,7 +134,7 @@ def test_a_thread_may_close_a_stream_that_another_one_reads(decoder: Speculative
 
     def wait(input_ids: Any, scores: Any) -> Any:
         begun.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(PATIENCE)
         return scores
 
     stream = decoder.stream(PROMPT, max_tokens=24, num_draft_tokens=0, logits_processors=[wait])
@@ -142,13 +142,13 @@ def test_a_thread_may_close_a_stream_that_another_one_reads(decoder: Speculative
     reader = threading.Thread(target=lambda: read.extend(stream))
     closer = threading.Thread(target=stream.close)
     reader.start()
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE)
     closer.start()
     closer.join(0.05)
     assert closer.is_alive(), "closing waits for the round in progress"
     goes_on.set()
-    closer.join(60)
-    reader.join(60)
+    closer.join(PATIENCE)
+    reader.join(PATIENCE)
     assert not closer.is_alive() and not reader.is_alive() and read
     assert list(stream) == []
 

@@ -25,7 +25,7 @@ from slipstream.training.texts import MadeText, TextMaker, make_texts, read_sour
 from slipstream.training.trainable_head import STEPS, Batch, FrozenTarget, TrainableHead, unrolled_attention
 from slipstream.training.training_run import STATE, State
 from tests.support.head_cases import Written, transcribed
-from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.tiny_models import LETTERS, fresh, prompts, tokenizer
 from tests.support.training_cases import decoder, job, small, target, train
 
@@ -125,7 +125,7 @@ def test_a_new_head_starts_with_the_targets_last_layer_on_every_backend() -> Non
     assert not torch.equal(other["fc"], weights["fc"])
 
 
-@pytest.mark.parametrize("name", mostly_slow(["qwen3", "gemma3", "phi3", "olmo2"], "gemma3"))
+@pytest.mark.parametrize("name", mostly_exhaustive(["qwen3", "gemma3", "phi3", "olmo2"], "gemma3"))
 def test_heads_for_other_architectures_have_finite_losses_and_no_empty_weights(name: str) -> None:
     kinds = ["sliding_attention" if name == "gemma3" and i % 2 else "full_attention" for i in range(4)]
     tiny = fresh(name, num_hidden_layers=4, layer_types=kinds)

@@ -20,7 +20,7 @@ from slipstream.wiring import model_pair
 from tests.support.processes import PATIENCE, started
 from tests.support.training_cases import train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 STEPS, TOKENS = 10, 500
 STEPS_BEFORE_KILL = 3  # a process stops here even if the kill comes late: three such runs do not complete the training

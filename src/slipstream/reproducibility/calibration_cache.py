@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -194,6 +195,7 @@ def _configuration(model: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in NAMES and not name.endswith("token_id")}
 
 
+@cache  # reading it takes a millisecond
 def _installed(package: str) -> str:
     try:
         return version(package)

@@ -67,6 +67,7 @@ def test_answers_begin_as_asked_and_the_template_gets_its_variables() -> None:
     assert "--answer-start needs a chat template, which 'toy' lacks" in refused(bare, "hello")
 
 
+@pytest.mark.slow
 def test_a_thought_is_shown_apart_and_goes_back_to_templates_that_read_it() -> None:
     shown = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     inner = tiny_models.byte_tokenizer(
@@ -95,6 +96,7 @@ def test_the_second_turn_computes_only_what_is_new() -> None:
         assert turn.prefilled == len(turn.prompt_ids) - len(cached) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole_chunks", [False, True])
 def test_reproducible_turns_reuse_the_cache_and_give_the_text_of_an_empty_one(whole_chunks: bool) -> None:
     chat = letters(reproducible=True)
@@ -161,6 +163,7 @@ def test_an_interruption_inside_a_forward_leaves_the_cache_correct(
     assert chat.decoder.generate(chat.last.prompt_ids, chat.params).token_ids == chat.last.token_ids
 
 
+@pytest.mark.slow
 def test_an_answer_is_cut_to_the_context_with_a_note_and_a_full_context_is_refused() -> None:
     chat = letters(reproducible=False)
     type_in(chat, "/length 100", "a" * 950)

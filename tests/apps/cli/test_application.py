@@ -113,6 +113,7 @@ def test_compare_refuses_what_hugging_face_cannot_do_before_loading_models(
     assert code == 2 and message in " ".join(err.split())
 
 
+@pytest.mark.slow
 def test_compare_fails_on_a_lossless_rule_that_changes_the_text(capsys, monkeypatch) -> None:
     right = compare.load_decoder
     wrong = load_wrong_rule("first-mismatch-kept")

@@ -16,7 +16,7 @@ import typer
 from slipstream.apps.cli import app
 from slipstream.apps.cli.command_classes import COMMANDS, definition_lines, wrapped
 from tests.support.command_line import run
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 
 ROOT: Any = typer.main.get_command(app)
 NAMES = [name for names in COMMANDS.values() for name in names]
@@ -111,7 +111,7 @@ def completed(line: str, cword: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("line", "cword", "offered"),
-    mostly_slow(
+    mostly_exhaustive(
         [
             ("slipstream ge", 1, "generate"),
             ("slipstream generate --temp", 2, "--temperature"),
@@ -119,7 +119,7 @@ def completed(line: str, cword: int) -> list[str]:
             ("slipstream generate --dtype b", 3, "bfloat16"),
             ("slipstream generate --model to", 3, "toy"),
         ],
-        ("slipstream generate --drafter ng", 3, "ngram"),
+        *(("slipstream generate --drafter ng", 3, "ngram"), ("slipstream generate --model to", 3, "toy")),
     ),
 )
 def test_the_shell_completes_commands_options_and_values(line: str, cword: int, offered: str) -> None:

@@ -38,6 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return made
 
 
+@pytest.mark.slow
 def test_models_check_says_how_vocabularies_are_bridged_and_what_it_costs(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_an_unusable_pair_is_one_line_that_names_both_models(
     assert code == 2 and "WordPiece" in err and folders["bytes"] in err and str(tmp_path) in err
 
 
+@pytest.mark.slow
 def test_a_draft_model_with_another_vocabulary_leaves_the_text_unchanged(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_path: Path
 ) -> None:

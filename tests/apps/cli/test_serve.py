@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 
-from slipstream import SlipstreamError, SpeculativeDecoder
+from slipstream import SlipstreamError
 from slipstream.apps.cli.flags import Models
 from slipstream.apps.cli.serve import model_choices
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.config import DecoderConfig
 from tests.support.command_line import run
-from tests.support.processes import started
-from tests.support.running_server import PATIENCE, running_server
-
-
-@pytest.mark.slow
-def test_serve_prints_its_address_and_runs_until_a_signal() -> None:
-    command = ("-u", "-c", "from slipstream.apps.cli import main; main()")
-    arguments = ("serve", "--target", "toy", "--port", "0", "--drafter", "suffix")
-    with started(*command, *arguments, stderr=subprocess.PIPE) as server:
-        assert server.stderr is not None
-        url = next(line.split()[-1] for line in server.stderr if " serves " in line)
-        body = {"messages": [{"role": "user", "content": "A heron"}]}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=PATIENCE).json()
-        assert len(answer["choices"][0]["message"]["content"].strip()) > 5
-        server.send_signal(signal.SIGTERM)
-        server.stderr.read()
-        assert server.wait(PATIENCE) == 0
+from tests.support.running_server import running_server
 
 
 @pytest.mark.slow
@@ -41,41 +22,6 @@ def test_models_that_cannot_be_loaded_end_the_command_with_one_line(capsys, monk
     code, _, errors = run(capsys, monkeypatch, "serve", "--target", "toy:99", "--port", "0")
     lines = errors.strip().splitlines()
     assert code == 2 and lines[-1].startswith("error: model 'toy:99'") and "Traceback" not in errors
-
-
-TABLES = """
-port = 0
-drafter = "suffix"
-max_model_len = 2048
-[models.low]
-model = "toy:2"
-[models.high]
-target = "toy:5"
-served_model_name = ["tall"]
-max_model_len = 512
-num_draft_tokens = 3
-"""
-
-
-@pytest.mark.slow
-def test_a_file_of_tables_serves_several_models(tmp_path: Path) -> None:
-    (tmp_path / "serve.toml").write_text(TABLES)
-    command = ("-m", "slipstream", "serve", "--config", str(tmp_path / "serve.toml"), "--greedy")
-    with started(*command, stderr=subprocess.PIPE) as server:
-        assert server.stderr is not None
-        line = next(line for line in server.stderr if " serves " in line)
-        assert " serves low, high at " in line
-        with httpx.Client(base_url=line.split()[-1], trust_env=False, timeout=PATIENCE) as client:
-            for name, model in (("low", "toy:2"), ("tall", "toy:5"), ("low", "toy:2")):
-                body = {"model": name, "prompt": "The heron", "max_tokens": 30}
-                text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-                decoder = SpeculativeDecoder(model, drafter="none")
-                assert text == decoder.generate(body["prompt"], max_tokens=30, temperature=0, chat=False).text
-            cards = {card["id"]: card["max_model_len"] for card in client.get("/v1/models").json()["data"]}
-            assert cards == {"low": 2048, "high": 512, "tall": 512}
-            server.send_signal(signal.SIGTERM)
-        server.stderr.read()
-        assert server.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize(

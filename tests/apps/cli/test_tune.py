@@ -64,26 +64,22 @@ def test_tune_writes_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Pat
     assert "batch size 1, round 1 of 4" in err and "batch size 2, confirmation" in err
 
 
-def test_tune_works_without_a_draft_model_and_with_sampling(capsys, monkeypatch, tmp_path: Path, small) -> None:
-    code, out, err = run(capsys, monkeypatch, *small, "--temperature", "0.8", "--longest", "2")
-    assert code == 0 and "batch 1: " in out, err
-    saved = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())
-    assert saved["settings"]["params"]["temperature"] == 0.8
-    (advice,) = saved["advice"]
-    names = {result["name"] for result in [*advice["others"], *([advice["best"]] if advice["best"] else [])]}
-    assert names == {"ngram@2", "suffix@2", "auto"}
-
-
-def test_the_names_of_the_written_files_are_broken_at_words_on_a_terminal(
+def test_tune_works_without_a_draft_model_with_sampling_and_on_a_narrow_terminal(
     capsys, monkeypatch, tmp_path: Path, small
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(consoles.err, "_force_terminal", True)
     monkeypatch.setattr(consoles.err, "_width", 50)
-    _, _, err = run(capsys, monkeypatch, *small, "--out", "t")
-    names = err[err.rindex("in t: ") :].splitlines()
+    code, out, err = run(capsys, monkeypatch, *small, "--temperature", "0.8", "--longest", "2", "--out", "t")
+    assert code == 0 and "batch 1: " in out, err
+    names = err[err.rindex("in t: ") :].splitlines()  # broken at words
     assert len(names) > 1 and all(len(line.rstrip()) <= 50 for line in names)
     assert " ".join(map(str.strip, names)).endswith("vllm.json, vllm.txt, sglang.txt, llamacpp.txt")
+    saved = json.loads((tmp_path / "t" / "tune.json").read_text())
+    assert saved["settings"]["params"]["temperature"] == 0.8
+    (advice,) = saved["advice"]
+    arms = {result["name"] for result in [*advice["others"], *([advice["best"]] if advice["best"] else [])]}
+    assert arms == {"ngram@2", "suffix@2", "auto"}
 
 
 def test_a_small_budget_gives_unconfirmed_advice_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:

@@ -63,18 +63,6 @@ def test_benchmarks_take_own_drafters_and_rules_as_arms(capsys: Streams, monkeyp
     assert json.loads(Path("bench.json").read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "verdict", "code"), [("right", "VERIFIED", 0), ("wrong", "FAILED", 1)])
-def test_verify_judges_an_own_rule(rule: str, verdict: str, code: int, capsys: Streams, monkeypatch: Patch) -> None:
-    prompts = Path("prompts.jsonl")
-    prompts.write_text('{"prompt": "The heron looked at"}\n{"turns": ["A sparrow"], "category": "birds"}\n')
-    options = ("--target", "toy", "--drafter", "ngram", "--num-draft-tokens", "2", "--max-tokens", "8", "--budget", "1")
-    named = ("--acceptance", f"mine:{rule}", "--prompt-file", str(prompts), "--json", "certificate.json")
-    status, out, err = run(capsys, monkeypatch, "verify", *options, *named)
-    assert status == code and verdict in out and ("error: not exact" in err) == (code == 1)
-    assert json.loads(Path("certificate.json").read_text())["verdict"] == verdict
-
-
 def test_the_enumeration_finds_the_wrong_rule_and_passes_the_right_one() -> None:
     from slipstream.certificate.rule_enumeration import first_fault
 

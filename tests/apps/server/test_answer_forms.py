@@ -14,7 +14,7 @@ import pytest
 
 from slipstream import SpeculativeDecoder
 from tests.support import tiny_models
-from tests.support.markers import mostly_slow, subcases
+from tests.support.markers import subcases
 from tests.support.running_server import ARGUMENTS, RunningServer, running_server
 
 TEMPLATE = (
@@ -62,7 +62,7 @@ def with_more(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.each_value
-@pytest.mark.parametrize("form", mostly_slow(FORMS, FORMS[0], FORMS[5]))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("temperature", [0, 1.2])
 def test_a_constrained_answer_equals_plain_decoding(ask: Any, form: dict[str, Any], temperature: float) -> None:
     options = {"temperature": temperature, "seed": 4}
@@ -80,6 +80,7 @@ def test_an_answer_follows_its_json_schema(ask: Any) -> None:
     assert set(answer) == {"x", "unit"} and isinstance(answer["x"], bool) and answer["unit"] in ("m", "km")
 
 
+@pytest.mark.slow
 def test_a_required_call_is_one_of_the_tools_whole_and_streamed(ask: Any) -> None:
     for seed in range(4):
         options = {"temperature": 1.0, "seed": seed} | FORMS[5]

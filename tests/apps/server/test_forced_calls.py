@@ -121,6 +121,7 @@ def test_calls_that_are_not_json_are_read_only_if_complete() -> None:
     assert read(ours, "[call:add]<x>a</x>") == []
 
 
+@pytest.mark.slow
 def test_a_forced_call_with_a_mark_in_its_arguments_is_read_as_a_call() -> None:
     rendered = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
     inner = tiny_models.tokenizer(EXTRA, CHAT % (CALLS % rendered))
@@ -163,6 +164,7 @@ def test_a_strict_server_refuses_tools_that_the_template_does_not_read() -> None
     assert refusal.value.param == "tools"
 
 
+@pytest.mark.slow
 def test_a_call_of_a_template_without_tools_has_the_form_that_the_prompt_describes() -> None:
     inner = tiny_models.byte_tokenizer(CHAT % (CALLS % FORMS["an object between marks"][0]))
     model = tiny_models.fresh("llama", vocab_size=len(inner), max_position_embeddings=4096, eos_token_id=1)

@@ -43,6 +43,7 @@ def counted(answer: Any) -> tuple[int, int]:
     return details["prompt_tokens"], details["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 def test_a_chat_shows_images_where_they_stand(server: RunningServer) -> None:
     answers = [
         chat(server, text("look at "), shown(image), text(", what is it?")).json() for image in (FIRST, SECOND, FIRST)

@@ -41,6 +41,7 @@ def expected() -> str:
     return decoder.generate(parts.ids, max_tokens=20, stop_token_ids=parts.ends).text
 
 
+@pytest.mark.slow
 def test_every_door_gives_the_plain_text(server: RunningServer) -> None:
     text = expected()
     assert server.text(PREFIX, suffix=SUFFIX, temperature=0, max_tokens=20) == text

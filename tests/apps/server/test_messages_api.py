@@ -287,6 +287,7 @@ def test_errors_have_anthropics_form(
         assert why in error["error"]["message"]
 
 
+@pytest.mark.slow
 def test_unknown_addresses_and_keys_have_anthropics_form(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("ann:secret-key\n")
     with running_server(api_key_file=str(tmp_path / "keys"), strict=True) as server:

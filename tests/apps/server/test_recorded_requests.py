@@ -21,6 +21,7 @@ from slipstream.apps.server.schemas import ChatFields
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support import tiny_models
 from tests.support.chat_templates import REAL, TEMPLATES
+from tests.support.markers import mostly_exhaustive
 from tests.support.running_server import RunningServer, running_server
 
 CLIENTS: dict[str, Any] = json.loads(
@@ -64,7 +65,7 @@ def test_every_request_is_rendered_and_a_second_turn_continues_the_first(templat
         assert same == len(first) < len(second), client
 
 
-@pytest.fixture(scope="module", params=["system first", "no tools"])
+@pytest.fixture(scope="module", params=mostly_exhaustive(["system first", "no tools"], "no tools"))
 def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     inner = tiny_models.byte_tokenizer(TEMPLATES[request.param])
     model = tiny_models.fresh("llama", vocab_size=len(inner), max_position_embeddings=32768, eos_token_id=1)

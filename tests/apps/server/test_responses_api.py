@@ -62,6 +62,7 @@ def test_a_stream_is_the_whole_answer(server: RunningServer) -> None:
     assert last["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
+@pytest.mark.slow
 def test_a_request_that_waits_sends_events_as_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "SILENCE_SECONDS", 0.02)
     gate, decoder = Gate(), decoder_without_tools(max_batch_size=1)

@@ -1,23 +1,27 @@
-"""A server that is told to end does so in bounded time, whatever its threads do."""
+"""A server that is told to end does so in bounded time, whatever its threads do; and starts on a full disk."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.processes import started
+from tests.support.processes import PATIENCE, started
 
 # Imports what servers need once, then forks a server for each line of input: the part that hangs, and an error file.
+# For a port instead of a part, it is the server of the command.
 SERVE = """
 import os, signal, sys, threading, time
 import torch
 from dataclasses import replace
+from slipstream.apps.cli import main
 from slipstream.apps.server import launch
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.served_models import ServedModels
@@ -55,14 +59,18 @@ def ready(server):
         threading.Thread(target=hog, daemon=True).start()
     print(os.getpid(), server.url, flush=True)
 
-launch.CLOSING_SECONDS = 2.0
 launch.FORCED_SECONDS = 0.1
 ServedModels.close.__defaults__ = (0.1,)  # instead of ENGINE_STOP_SECONDS
 for line in sys.stdin:
     stuck_part, errors = line.split()
+    launch.CLOSING_SECONDS = 2.0 if stuck_part == "lock" else PATIENCE
     if (child := os.fork()) == 0:
         signal.alarm(int(PATIENCE))  # ends it if nothing else does
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+        if stuck_part.isdigit():
+            print(os.getpid(), flush=True)
+            sys.argv = ["slipstream", "serve", "--target", "toy", "--acceptance", "topk:2", "--port", stuck_part]
+            main()
         settings = ServerSettings(port=0, drain_timeout=0.3)
         names = [("a",), ("b",)] if stuck_part == "load" else [()]  # one of several is loaded by its first request
         serve(settings, [ModelSource(load, replace(settings, served_model_name=name)) for name in names], ready)
@@ -92,3 +100,20 @@ def test_a_signal_ends_the_process_whatever_its_threads_do(
     os.kill(int(server), signal.SIGTERM)
     assert int(servers.stdout.readline()) == (1 if stuck == "lock" else 0)
     assert "Traceback" not in (tmp_path / "errors").read_text()
+
+
+@pytest.mark.slow
+def test_a_server_starts_although_its_log_cannot_be_written(servers: subprocess.Popen[str]) -> None:
+    assert servers.stdin is not None and servers.stdout is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    print(port, "/dev/full", file=servers.stdin, flush=True)
+    server, end, status = int(servers.stdout.readline()), time.monotonic() + PATIENCE, 0
+    while status != 200:
+        assert time.monotonic() < end
+        try:
+            status = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=PATIENCE).status_code
+        except httpx.ConnectError:
+            time.sleep(0.05)
+    os.kill(server, signal.SIGTERM)
+    assert int(servers.stdout.readline()) == 0

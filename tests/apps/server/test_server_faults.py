@@ -42,6 +42,7 @@ def ask(server: RunningServer, prompts: Sequence[str]) -> list[Any]:
         return list(threads.map(lambda prompt: server.complete(prompt, max_tokens=40, temperature=0), prompts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [1, 4])
 def test_a_request_that_fails_leaves_others_their_texts(places: int) -> None:
     with running_server(lambda: faulty(max_batch_size=places)) as server:

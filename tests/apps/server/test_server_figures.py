@@ -59,6 +59,7 @@ def test_timings_have_the_fields_of_llama_cpp(server: RunningServer) -> None:
     assert timings["predicted_n"] == 9 and timings["predicted_ms"] >= 0 <= timings["prompt_ms"]
 
 
+@pytest.mark.slow
 def test_the_state_shows_running_rows() -> None:
     gate = Gate()
     with running_server(lambda: gate.load(max_batch_size=1)) as server:

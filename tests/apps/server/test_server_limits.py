@@ -338,6 +338,7 @@ def test_a_second_signal_ends_the_server_at_once(gate: Gate) -> None:
         gate.opened.set()
 
 
+@pytest.mark.slow
 def test_a_dead_engine_fails_every_request_and_ends_the_server(gate: Gate) -> None:
     def load() -> Any:
         decoder = gate.load(max_batch_size=1)
@@ -449,6 +450,7 @@ def test_a_short_request_does_not_wait_for_many_requests_of_another_key(
         assert len(ended) == 9 and ended.index("one") <= 2
 
 
+@pytest.mark.slow
 def test_keys_share_cached_prompts_only_with_share_learning(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("ann:key-of-ann\nbob:key-of-bob\n")
 

@@ -13,7 +13,7 @@ from tests.support.embedded_model import loaded
 from tests.support.running_server import RunningServer, running_server
 
 pytestmark = pytest.mark.smollm2
-QUESTIONS = ("Name three birds.", "Repeat after me: the ferry leaves from pier five at nine.", "What is a heron?")
+QUESTIONS = ("Repeat after me: the ferry leaves from pier five at nine.", "What is a heron?")
 
 
 @pytest.fixture(scope="module")

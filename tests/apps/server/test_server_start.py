@@ -6,8 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -86,6 +84,7 @@ def test_the_shown_call_sends_a_key_where_keys_are_needed(caplog: pytest.LogCapt
     assert """/v1/chat/completions -H "authorization: Bearer $KEY" -H 'content-type""" in call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_a_server_open_to_other_machines_says_so_and_shows_an_address_that_answers(
     caplog: pytest.LogCaptureFixture, host: str, is_open: bool
@@ -121,23 +120,6 @@ def test_a_name_that_answers_cannot_hold_is_refused(name: str) -> None:
         ServerSettings(served_model_name=name)
     with pytest.raises(UsageError, match=r"the model's name is .*; allowed: printable characters"):
         ModelFacts.of(toy(), name)
-
-
-@pytest.mark.slow
-def test_a_server_starts_although_its_log_cannot_be_written() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    command = ("-m", "slipstream", "serve", "--target", "toy", "--acceptance", "topk:2", "--port", str(port))
-    with open("/dev/full", "wb") as full, started(*command, stderr=full) as server:
-        deadline, status = time.monotonic() + PATIENCE, 0
-        while status != 200:
-            assert server.poll() is None and time.monotonic() < deadline, server.returncode
-            try:
-                status = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=PATIENCE).status_code
-            except httpx.ConnectError:
-                time.sleep(0.05)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(PATIENCE) == 0
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from slipstream import SpeculativeDecoder
 from tests.support import tiny_models
 from tests.support.running_server import ARGUMENTS, RunningServer, running_server
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}."
     "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
@@ -65,7 +67,6 @@ def streamed(server: RunningServer, **fields: Any) -> dict[str, Any]:
     return message
 
 
-@pytest.mark.slow
 def test_a_stream_and_a_whole_answer_have_the_same_parts(server: RunningServer) -> None:
     kinds = set()
     for seed in range(6):
@@ -82,7 +83,6 @@ def test_a_stream_and_a_whole_answer_have_the_same_parts(server: RunningServer) 
     assert kinds == {"content", "reasoning"}
 
 
-@pytest.mark.slow
 def test_budgets_and_counts_of_other_apis_are_the_same(server: RunningServer) -> None:
     def thought(seed: int, **fields: Any) -> str:
         return str(

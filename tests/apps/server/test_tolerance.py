@@ -45,6 +45,7 @@ def ignored(server: RunningServer) -> dict[str, float]:
     return {line.partition('field="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
+@pytest.mark.slow
 @subcases(
     "fields, names",
     [
@@ -74,6 +75,7 @@ def test_fields_without_effect_are_counted_and_named_once(
     assert "hm" not in caplog.text
 
 
+@pytest.mark.slow
 @subcases(
     "fields",
     [
@@ -106,6 +108,7 @@ def test_arguments_that_are_no_json_do_not_end_a_conversation(server: RunningSer
     assert asked(server, messages=messages).status_code == 200
 
 
+@pytest.mark.slow
 def test_an_answer_is_cut_to_the_room_left_and_a_prompt_that_leaves_none_is_refused(server: RunningServer) -> None:
     room = asked(server, messages=[HI | {"content": "x" * 4060}], max_tokens=5000, ignore_eos=True).json()["usage"]
     assert room["total_tokens"] == 4096 and room["completion_tokens"] < 36

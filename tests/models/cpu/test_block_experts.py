@@ -66,6 +66,7 @@ def hidden(result: Any) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.each_value
 @torch.inference_mode()
 @pytest.mark.parametrize("inner", [96, 32])
 @pytest.mark.parametrize("family", FAMILIES)

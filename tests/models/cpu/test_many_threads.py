@@ -21,12 +21,12 @@ from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from tests.support.gguf_files import BY_NAME, part_of, random_blocks
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.tiny_models import fast, fresh, prompts
 
 THREADS = (2, 3, 5, 8, 16, 33)
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
-FEW, MANY = mostly_slow((3, 33), 3), [pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 5, 8, 16)]
+FEW, MANY = [3], mostly_exhaustive((2, 5, 8, 16, 33))
 over_threads = pytest.mark.parametrize("threads", [*FEW, *MANY])
 ROWS = (1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 40)
 
@@ -146,7 +146,7 @@ def test_concurrent_callers_with_changing_numbers_of_threads_get_the_same_produc
 
 @pytest.mark.slow
 @needs_kernels
-@pytest.mark.parametrize("threads", [pytest.param(3, marks=pytest.mark.exhaustive), 33, *MANY])
+@over_threads
 def test_texts_by_kernels_are_those_of_one_thread(threads: int) -> None:
     """Calibrated with that many threads; one prompt is longer than two stretches of attention."""
     expected = generated("none", together=False, threads=1)

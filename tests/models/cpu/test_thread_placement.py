@@ -15,6 +15,7 @@ from slipstream.models.cpu import processor
 from slipstream.models.cpu import thread_placement as threads
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
+from tests.support.processes import PATIENCE
 
 TRAP = """
 import json, os, torch
@@ -41,7 +42,11 @@ def without_choice() -> dict[str, str]:
 
 def run(code: str, **environment: str) -> str:
     finished = subprocess.run(
-        [sys.executable, "-c", code], env=without_choice() | environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        env=without_choice() | environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout

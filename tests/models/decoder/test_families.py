@@ -250,7 +250,33 @@ def test_every_family_is_tried() -> None:
     assert {name.partition("-")[0] for name in CONFIGS} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", mostly_slow(CONFIGS, "llama", "gemma3_text", "gpt_oss", "qwen3_5_text"))
+# their layers are like those of another family, which runs instead of them
+ALIKE = {
+    *("ministral", "seed_oss", "cwm", "vaultgemma", "granite_swa", "hyperclovax", "cohere", "ernie4_5", "jais2"),
+    *("hunyuan_v1_dense", "flex_olmo", "granitemoeshared", "granitemoe_swa", "solar_open", "exaone_moe", "lfm3"),
+    *(
+        "granitemoehybrid",
+        "deepseek_v3-dense",
+        "gemma4_unified_text",
+        "gemma",
+        "phi",
+        "olmo3",
+        "glm",
+        "helium",
+        "arcee",
+    ),
+    *("hunyuan_v1_moe", "qwen2_moe", "olmoe", "granitemoe", "dots1", "hy_v3", "lfm2_moe", "qwen3_5_moe_text"),
+    *("deepseek_v2", "youtu", "glm4_moe_lite", "ministral3", "mellum"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *mostly_slow([name for name in CONFIGS if name not in ALIKE], "llama", "gemma3_text", "qwen3_5_text"),
+        *mostly_exhaustive(sorted(ALIKE)),
+    ],
+)
 def test_bfloat16_layers_are_as_near_to_the_model_as_transformers_own(
     name: str, folder_of: Callable[[str], str]
 ) -> None:
@@ -289,12 +315,14 @@ QUANTIZED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_experts_are_quantized_whatever_the_names_of_their_tensors(name: str, folder_of: Callable[[str], str]) -> None:
     logits = logits_of(load(folder_of(name), LoadOptions(activations="int15", rounding="int8")).backend)
     assert difference(logits, own_logits(folder_of(name), "float32")) <= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["none", "int4"])
 @pytest.mark.parametrize(
     "name", mostly_exhaustive(DENSE, "cohere2", "gemma4_text")

@@ -46,6 +46,7 @@ def test_scaledare_those_of_the_models_own_layers(name: str, dtype: torch.dtype)
     assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize(("width", "start"), [(40, 0), (64, 0), (200, 17)])
@@ -171,7 +172,8 @@ def test_a_second_decoder_has_layers_of_its_own() -> None:
     assert texts[0].token_ids == texts[1].token_ids
 
 
-@pytest.mark.parametrize("name", mostly_slow(FUSED, "llama", "gemma3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUSED)
 def test_a_fast_decoder_generates_the_text_of_a_plain_one(name: str) -> None:
     texts = [
         SpeculativeDecoder(fresh(name), drafter="ngram", fast=fast, reproducible=False).generate(PROMPT, PARAMS)

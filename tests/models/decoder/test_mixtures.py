@@ -26,11 +26,14 @@ from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_architectures import CASES, architecture, write_case
-from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.mixtures import FAMILIES as FAMILIES_OF_MIXTURES
 from tests.support.mixtures import assert_drafts_change_no_text, mixture
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2"),
+]
 pytest.importorskip("gguf")
 
 # by the names in gguf_architectures.py; with heads that the kernels compute
@@ -89,7 +92,6 @@ def logits(backend: HFBackend, count: int = 96) -> Tensor:
     return backend.forward(IDS[:, :count], [0], first_slot=0, logits=True)[0].float()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_computes_what_transformers_does_with_its_numbers(name: str, file_of: Callable[[str], Path]) -> None:
     header = read_header(file_of(name))
@@ -116,7 +118,7 @@ def count_different(backend: HFBackend, whole: Tensor, widths: Any, rows: Any) -
     return different
 
 
-@pytest.mark.parametrize("name", mostly_slow(FILES, "glm4moe"))
+@pytest.mark.parametrize("name", FILES)
 def test_a_token_has_the_same_bits_in_every_forward(name: str, file_of: Callable[[str], Path]) -> None:
     backend = stacked(file_of(name))
     whole = logits(backend)
@@ -130,7 +132,6 @@ def test_a_token_has_the_same_bits_in_every_forward(name: str, file_of: Callable
     assert torch.equal(side_by_side, torch.cat([whole[:50], whole[:3], whole[:1]]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("source", ["file", "folder"])
 def test_bits_depend_neither_on_width_nor_on_rows_nor_on_threads(
     source: str, file_of: Callable[[str], Path], folder_of: Callable[[str], Path]
@@ -205,14 +206,12 @@ def test_the_mixtures_that_run_in_one_call_are_those_of_the_documentation() -> N
     assert f"{len(computed)} families" in SPEED.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", mostly_exhaustive(sorted(IN_ONE_CALL), "gpt_oss", "qwen2_moe"))
 def test_drafts_change_no_text_of_a_checkpoint(family: str, folder_of: Callable[[str], Path]) -> None:
     stacked(folder_of(family))
     assert_drafts_change_no_text(str(folder_of(family)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_exhaustive(FILES, "glm4moe"))
 def test_drafts_change_no_text_of_a_file(name: str, file_of: Callable[[str], Path]) -> None:
     stacked(file_of(name))

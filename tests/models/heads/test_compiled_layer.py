@@ -142,6 +142,7 @@ def test_wrong_rotations_are_noticed() -> None:
     assert float((outputs(head, starts, True)[-1] - plain).norm()) > 0.02 * float(plain.norm())
 
 
+@pytest.mark.slow
 def test_a_step_of_a_new_text_reads_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibration drafts for texts that the target has not read; it must time a step, not the reading of the text."""
     draft = decoder_of(write_head(tmp_path, target())).draft

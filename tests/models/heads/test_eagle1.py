@@ -16,7 +16,6 @@ from slipstream.models.heads.head_files import head_files
 from slipstream.models.loaded import LoadOptions
 from tests.support.draft_steps import pair_of, same_logits, step_logits
 from tests.support.eagle1_cases import Eagle1, transcribed, write_eagle1
-from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, prompts, tokenizer
 
 STEPS = 4
@@ -69,7 +68,7 @@ def decoder_of(head: Eagle1, **settings: Any) -> SpeculativeDecoder:
 @pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("drafter", mostly_slow(["model", "auto"], "model"))
+@pytest.mark.parametrize("drafter", ["model", "auto"])
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     tmp_path: Path, drafter: str, options: dict[str, Any]
 ) -> None:

@@ -22,7 +22,10 @@ from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from tests.support.command_line import run
 from tests.support.head_cases import write_head
+from tests.support.markers import mostly_exhaustive
 from tests.support.tiny_models import VOCAB, fresh, tokenizer
+
+pytestmark = pytest.mark.slow
 
 OPTIONS = LoadOptions()
 
@@ -84,10 +87,13 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 OUTPUT: tuple[dict[str, Any], dict[str, Any], str] = ({"norm_output": True}, {"norm_output": None}, "norm_output=True")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "flags", "changes", "meant"),
-    [("speculators", *OUTPUT), *((layout, *case) for layout in ("speculators", "official") for case in CASES)],
+    [
+        ("speculators", *OUTPUT),
+        *(("official", *case) for case in CASES),
+        *mostly_exhaustive(("speculators", *case) for case in CASES),
+    ],
 )
 def test_a_declaration_that_agrees_clearly_better_is_suggested(
     tmp_path: Path,
@@ -110,7 +116,6 @@ def test_a_declaration_that_agrees_clearly_better_is_suggested(
         assert tried.best == pytest.approx(right.declared) and tried.declared < right.declared - 0.1
 
 
-@pytest.mark.slow
 def test_a_list_of_layers_that_is_not_ascending_is_tried_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +145,6 @@ def test_norm_output_is_tried_in_both_of_its_meanings(tmp_path: Path, monkeypatc
     assert tried is not None and tried.meant == "norm_output=True"
 
 
-@pytest.mark.slow
 def test_a_wrong_declaration_causes_one_warning_with_both_shares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,7 +171,6 @@ def test_a_head_that_guesses_nothing_is_warned_of() -> None:
     assert useful.line("head", "target") == "draft head 'head' guesses 40% of the tokens of 'target'"
 
 
-@pytest.mark.slow
 def test_the_check_is_remembered_for_models_in_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

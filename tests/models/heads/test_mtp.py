@@ -21,17 +21,19 @@ from slipstream.core.session import Session
 from slipstream.models.cpu.quantized_linear import QuantizedLinear
 from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.weights.mtp_tensors import mtp_layers, of_another_form
-from tests.support.markers import mostly_exhaustive, mostly_slow, needs_transformers
+from tests.support.markers import mostly_exhaustive, needs_transformers
 from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
 from tests.support.tiny_models import fast, prompts
+
+pytestmark = pytest.mark.slow
 
 COUNT, STEPS = 12, 3
 OPTIONS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 5}}
 CLOSE = dict.fromkeys(LAYOUTS, 1e-5) | {"qwen3_5": 1e-4}  # transformers sums recurrences in another order
 PROMPTS = prompts([3, 17, 40, 5])
-over_layouts = pytest.mark.parametrize("kind", mostly_slow(LAYOUTS, "deepseek_v3"))
+over_layouts = pytest.mark.parametrize("kind", LAYOUTS)
 COUNTS = [*((kind, 1) for kind in LAYOUTS), ("deepseek_v3", 3)]
-over_counts = pytest.mark.parametrize(("kind", "count"), mostly_slow(COUNTS, ("deepseek_v3", 3)))
+over_counts = pytest.mark.parametrize(("kind", "count"), COUNTS)
 
 
 @cache
@@ -104,7 +106,6 @@ def test_a_wrong_transcription_is_noticed(kind: str, wrong: dict[str, Any]) -> N
         assert drafted.gap(transcription(kind), **wrong) > 0.01
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "count"), mostly_exhaustive([("qwen3_5", 1), ("glm4_moe", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3))
 )
@@ -128,8 +129,8 @@ def test_rows_from_the_layers_own_outputs_are_computed_again(
 
 
 @needs_transformers("5.18", "its layers without a mask")
-@pytest.mark.parametrize("kind", mostly_slow(["deepseek_v3", "glm4_moe"], "deepseek_v3"))
-@pytest.mark.parametrize("count", mostly_slow([1, 3], 3))
+@pytest.mark.parametrize("kind", mostly_exhaustive(["deepseek_v3", "glm4_moe"], "deepseek_v3"))
+@pytest.mark.parametrize("count", [1, 3])
 def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> None:
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
@@ -157,11 +158,10 @@ def plain_texts(kind: str, options: str) -> list[list[int]]:
     return [result.token_ids for result in plain.generate(PROMPTS, params)]
 
 
-@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", mostly_exhaustive(LAYOUTS, "deepseek_v3", "qwen3_5", "mellum"))
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, drafter: str, options: str) -> None:
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
     assert decoder.draft is not None and decoder.draft.name == "mtp"
@@ -174,7 +174,6 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
         assert all(result.stats.num_draft_tokens for result in results)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), mostly_exhaustive([("mellum", 1), ("deepseek_v3", 3)], ("deepseek_v3", 3)))
 def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> None:
     """Rows that enter, leave and move to other slots keep their hidden states."""
@@ -188,7 +187,6 @@ def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> Non
                 assert draft == transcription(kind, count).logits(text[: round.start], draft).argmax(-1).tolist()
 
 
-@pytest.mark.slow
 def test_trees_of_mtp_drafts_change_no_text(tmp_path: Path) -> None:
     target, settings = write_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64), FAST["packed"]
     decoder = decoder_of(target, num_draft_tokens="3x2", **settings)
@@ -199,7 +197,6 @@ def test_trees_of_mtp_drafts_change_no_text(tmp_path: Path) -> None:
     assert any(round.parents for result in results for round in result.rounds)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_exhaustive(LAYOUTS, "qwen3_5", "deepseek_v3"))
 def test_layers_that_are_given_the_next_token_are_always_accepted(tmp_path: Path, kind: str) -> None:
     """Negative control: the layers take the hidden state for the token; sampled, since greedy texts soon repeat."""
@@ -220,11 +217,11 @@ FAST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", FAST.values(), ids=FAST)
-def test_fast_and_quantized_targets_keep_the_texts_of_plain_decoding(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", mostly_exhaustive(FAST, "packed", "int4"))
+def test_fast_and_quantized_targets_keep_the_texts_of_plain_decoding(tmp_path: Path, name: str) -> None:
     """With heads of 64 numbers and whole groups of inputs, which the kernels need."""
     target = write_copying_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64, intermediate_size=64)
+    settings = FAST[name]
     decoder = decoder_of(target, **settings)
     assert decoder.target.packed
     plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
@@ -254,7 +251,6 @@ def test_the_output_of_the_last_layer_is_kept_as_a_hidden_state(
     assert (logits - expected).abs().max() < 0.02 * logits.abs().max()
 
 
-@pytest.mark.slow
 def test_a_loaded_model_uses_the_mtp_layers_of_its_files_if_asked_to() -> None:
     target = written("glm4_moe")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype="auto")
@@ -330,7 +326,6 @@ def test_targets_and_settings_that_mtp_layers_cannot_serve_are_refused() -> None
         SpeculativeDecoder(folder, "mtp", draft_dtype="float16")
 
 
-@pytest.mark.slow
 def test_the_user_chooses_the_bits_of_mtp_layers() -> None:
     for draft_dtype, expected in (("int8", True), ("auto", False)):
         decoder = SpeculativeDecoder(str(written("glm4_moe").folder), "mtp", drafter="model", draft_dtype=draft_dtype)

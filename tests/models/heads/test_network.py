@@ -51,6 +51,7 @@ def test_queries_are_rotated_as_transformers_rotates_them(tmp_path: Path, scalin
     assert torch.allclose(unscaled, expected, atol=1e-5) == ("default" in scaling.values())
 
 
+@pytest.mark.slow
 def test_scaled_positions_change_no_text(tmp_path: Path) -> None:
     model = fresh("llama", num_hidden_layers=5)
     head = write_head(tmp_path, model, layer={"rope_scaling": {"rope_type": "llama3", **LLAMA3}})

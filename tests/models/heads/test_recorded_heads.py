@@ -166,6 +166,7 @@ def estimates(folder: Path, name: str, *, shift: int = 0) -> list[bool]:
     return agreements
 
 
+@pytest.mark.slow
 def test_confidences_are_those_that_speculators_recorded() -> None:
     assert WITH_CONFIDENCE == ["dspark", "dspark_gated"]
     for name in WITH_CONFIDENCE:
@@ -270,6 +271,7 @@ def test_heads_of_another_dtype_than_the_target_draft(tmp_path: Path, name: str)
         assert result.stats.num_draft_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", mostly_exhaustive([*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"], "dspark", "eagle3")
 )

@@ -22,8 +22,10 @@ from slipstream.errors import UsageError
 from slipstream.models.cpu.packed_linear import PackedLinear
 from slipstream.models.cpu.quantized_linear import QuantizedLinear
 from slipstream.models.hf.model_view import ModelView, unwrapped
-from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.tiny_models import fresh, reference, tokenizer
+
+pytestmark = pytest.mark.slow
 
 PROMPT, COUNT = [5, 9, 11, 5, 9, 11, 5], 12
 PARAMS = SamplingParams(max_tokens=COUNT)
@@ -139,7 +141,6 @@ def changed_text(model: Any, change: Callable[[Any], None]) -> list[int]:
     return reference(model, PROMPT, COUNT)
 
 
-@pytest.mark.slow
 def test_a_decoder_follows_the_change(change: Callable[[Any], None]) -> None:
     model = fresh("llama")
     decoder = decoder_of(model)
@@ -150,9 +151,7 @@ def test_a_decoder_follows_the_change(change: Callable[[Any], None]) -> None:
     assert streamed == expected and decoder.using("ngram").generate(PROMPT, PARAMS).token_ids == expected
 
 
-@pytest.mark.parametrize(
-    "change", mostly_slow([load_other, edit_data, edit_norm, add_hook, replace_layer, cast], edit_data, cast)
-)
+@pytest.mark.parametrize("change", [load_other, edit_data, edit_norm, add_hook, replace_layer, cast])
 def test_packed_copies_of_weights_follow_the_change(change: Callable[[Any], None]) -> None:
     model = fresh("llama")
     decoder = decoder_of(model, fast=True)
@@ -165,7 +164,7 @@ def test_packed_copies_of_weights_follow_the_change(change: Callable[[Any], None
     assert decoder.generate(PROMPT, PARAMS).token_ids == expected
 
 
-@pytest.mark.parametrize("change", mostly_slow([load_other, optimizer_step, edit_data], edit_data))
+@pytest.mark.parametrize("change", [load_other, optimizer_step, edit_data])
 def test_recurrent_layers_follow_the_change(change: Callable[[Any], None]) -> None:
     model = recurrent()
     decoder = decoder_of(model)
@@ -175,7 +174,6 @@ def test_recurrent_layers_follow_the_change(change: Callable[[Any], None]) -> No
 
 
 @pytest.mark.parametrize("change", mostly_exhaustive(CHANGES, edit_data, add_hook, resize))
-@pytest.mark.slow
 def test_custom_generate_follows_the_change(change: Callable[[Any], None]) -> None:
     model = fresh("llama")
     assert drop_in_text(model) == reference(model, PROMPT, COUNT)
@@ -246,7 +244,6 @@ def test_the_training_mode_of_a_model_is_kept_and_changes_no_text() -> None:
     assert texts == [reference(target.eval(), PROMPT, COUNT)] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"fast": True}, {"draft_dtype": "int8"}, {}])
 def test_a_model_is_saved_copied_and_cast_as_before(options: dict[str, Any], tmp_path: Path) -> None:
     target, draft = fresh("llama"), fresh("llama", hidden_size=64, intermediate_size=128)
@@ -315,7 +312,6 @@ def adapted() -> Any:
     return model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"fast": True}, {"draft_dtype": "int8"}])
 def test_layers_with_adapters_run_and_can_be_switched_off(options: dict[str, Any]) -> None:
     model = adapted()
@@ -331,7 +327,6 @@ def test_layers_with_adapters_run_and_can_be_switched_off(options: dict[str, Any
     assert decoder.generate(PROMPT, PARAMS).token_ids == expected == reference(fresh("llama"), PROMPT, COUNT)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from PyTorch's compiler when it is imported
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: torch.compile(nn.DataParallel(model))])
 def test_wrapped_models_run_as_their_inner_model(wrap: Callable[[Any], Any]) -> None:
@@ -400,7 +395,6 @@ def test_offloaded_weights_are_loaded_when_needed(tmp_path: Path) -> None:
     assert decoder.generate(PROMPT, PARAMS).token_ids == expected and not decoder.target.packed
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # from PEFT's own calls
 def test_peft_adapters_run_as_targets_and_drafts_and_can_be_switched() -> None:
     peft = pytest.importorskip("peft", reason="the adapters are those of PEFT")

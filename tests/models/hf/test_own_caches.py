@@ -23,9 +23,11 @@ from slipstream.models.loaded import LoadOptions
 from slipstream.models.pretrained import wrap_model
 from tests.support.architecture_checks import PROMPTS, QUEUE, Checks, PartlyWrongDrafter, greedy
 from tests.support.architectures import tiny_model
-from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.queued_texts import GREEDY, QueuedTexts
 from tests.support.tiny_models import fresh, reference
+
+pytestmark = pytest.mark.slow
 
 HYBRIDS = ("olmo_hybrid", "rwkv", "xlstm", "kimi_linear", "jamba")
 StateAt = Callable[[OwnCaches, int, int], State | None]
@@ -38,10 +40,9 @@ def decoder_of(model_type: str) -> SpeculativeDecoder:
 TEXTS = QueuedTexts(decoder_of)
 
 
-@pytest.mark.slow
 @pytest.mark.each_value
-@pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
-@pytest.mark.parametrize("model_type", [*mostly_slow(HYBRIDS[:4], "olmo_hybrid"), *mostly_exhaustive(HYBRIDS[4:])])
+@pytest.mark.parametrize("right", [None, 0, 2, 4])
+@pytest.mark.parametrize("model_type", [*HYBRIDS[:4], *mostly_exhaustive(HYBRIDS[4:])])
 def test_drafts_change_no_text(model_type: str, right: int | None) -> None:
     decoder = decoder_of(model_type)
     assert isinstance(decoder.target.backend, OwnCacheBackend)
@@ -78,7 +79,7 @@ def of_another_row(original: StateAt) -> StateAt:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("wrong", mostly_slow([not_restored, lacks_a_token, of_another_row], lacks_a_token))
+@pytest.mark.parametrize("wrong", [not_restored, lacks_a_token, of_another_row])
 def test_a_wrong_state_is_noticed(wrong: Callable[[StateAt], StateAt], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = TEXTS.expected("olmo_hybrid")
     decoder_of("olmo_hybrid")  # builds the model first, since trials would refuse it with wrong states
@@ -109,7 +110,6 @@ def test_seeded_texts_are_those_of_plain_decoding() -> None:
     TEXTS.check_seeded_rows("olmo_hybrid")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "rwkv"])
 def test_a_stateful_model_can_be_the_draft_model(model_type: str) -> None:
     TEXTS.check_own_drafts(model_type, tiny_model(model_type))
@@ -129,7 +129,7 @@ def half_precision_model(model_type: str) -> Any:
     return tiny_model(model_type).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("reproducible", mostly_slow(["auto", False], False))
+@pytest.mark.parametrize("reproducible", ["auto", False])
 def test_in_half_precision_drafts_are_read_token_by_token_unless_reproducible_is_off(
     reproducible: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,10 +341,11 @@ def of_class(kind: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("fast", mostly_slow([False, True], True))
+@pytest.mark.each_value
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(
     "kind",
-    mostly_slow([ShiftsInputs, ShiftsLongInputs, AddsAnInput, ForwardsUnchanged], ShiftsInputs, ForwardsUnchanged),
+    [ShiftsInputs, ShiftsLongInputs, AddsAnInput, ForwardsUnchanged],
 )
 def test_inputs_that_a_model_prepares_itself_are_used(kind: Any, fast: bool) -> None:
     model, prompt, params = of_class(kind), [5, 9, 11, 5, 9, 11, 5], SamplingParams(max_tokens=12)

@@ -17,13 +17,15 @@ from slipstream.models.decoder.recurrence import RecurrentStates, Segment
 from slipstream.models.hf.backend import HFBackend
 from tests.support.architecture_checks import PROMPTS, PartlyWrongDrafter
 from tests.support.architectures import tiny_model
-from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.queued_texts import GREEDY, QueuedTexts
+
+pytestmark = pytest.mark.slow
 
 HALF = "in bfloat16, with kernels"
 NAMES = [
-    *mostly_slow(["qwen3_5_text", "qwen3_next", "falcon_h1", "mamba2", HALF], "qwen3_5_text"),
-    *mostly_exhaustive(["lfm2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2"]),
+    *("qwen3_5_text", "mamba2", HALF),
+    *mostly_exhaustive(["falcon_h1", "qwen3_next", "lfm2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2"]),
 ]
 
 
@@ -77,7 +79,7 @@ TEXTS = QueuedTexts(decoder_of)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("right", mostly_slow([None, 0, 2, 4], 2))
+@pytest.mark.parametrize("right", [None, 0, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_change_no_text(name: str, right: int | None) -> None:
     decoder = decoder_of(name)
@@ -130,7 +132,7 @@ def of_another_row(original: Run) -> Run:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("wrong", mostly_slow([not_restored, restored_a_token_late, of_another_row], not_restored))
+@pytest.mark.parametrize("wrong", [not_restored, restored_a_token_late, of_another_row])
 def test_a_wrong_state_is_noticed(wrong: Callable[[Run], Run], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = QueuedTexts(lambda name: decoder_of(name, reproducible=False))
     expected = texts.expected("qwen3_5_text")
@@ -165,7 +167,7 @@ def test_seeded_texts_are_those_of_plain_decoding() -> None:
     TEXTS.check_seeded_rows("qwen3_5_text")
 
 
-@pytest.mark.parametrize("name", mostly_slow(["qwen3_5_text", "mamba2"], "qwen3_5_text"))
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
 def test_a_model_with_recurrent_layers_can_be_the_draft_model(name: str) -> None:
     TEXTS.check_own_drafts(name, lasting_model(name))
 

@@ -17,7 +17,7 @@ from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.rotations_by_length import RotationsByLength
-from tests.support.markers import mostly_slow, needs_transformers
+from tests.support.markers import mostly_exhaustive, needs_transformers
 from tests.support.tiny_models import VOCAB, Oracle, fresh, prompts, reference
 
 SWITCH = 64  # tokens of the longest text that counts as short
@@ -34,7 +34,7 @@ PARAMS = SamplingParams(max_tokens=COUNT)
 
 
 # older versions dropped the cache of a text that became long, and read only its last token
-pytestmark = needs_transformers("5.20", "`generate` reads a text again when it becomes long")
+pytestmark = [pytest.mark.slow, needs_transformers("5.20", "`generate` reads a text again when it becomes long")]
 
 
 def model_of(kind: str, dtype: torch.dtype = torch.float32, **rope: Any) -> Any:
@@ -57,7 +57,7 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, **rope: Any) -> Any:
         )
 
 
-@pytest.fixture(scope="module", params=mostly_slow(["phi3", "phimoe", "llama"], "phi3"))
+@pytest.fixture(scope="module", params=[*["phi3", "llama"], *mostly_exhaustive(["phimoe"])])
 def case(request: pytest.FixtureRequest) -> tuple[Any, list[list[int]], list[list[int]]]:
     """A model, prompts, and the text of `generate` after each, by an untouched copy of the model."""
     model, texts = model_of(request.param).eval(), prompts(LENGTHS)
@@ -65,9 +65,8 @@ def case(request: pytest.FixtureRequest) -> tuple[Any, list[list[int]], list[lis
     return model, texts, [reference(untouched, prompt, COUNT) for prompt in texts]
 
 
-@pytest.mark.slow
 @pytest.mark.each_value
-@pytest.mark.parametrize("drafter", mostly_slow(["none", "ngram", "model", "right", "wrong"], "none", "wrong"))
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "right", "wrong"])
 def test_texts_are_those_of_generate_together_and_alone(drafter: str, case: Any) -> None:
     model, texts, expected = case
     chosen_drafter: Any = drafter
@@ -90,7 +89,6 @@ def test_a_round_that_crosses_the_switch_changes_the_text(case: Any, monkeypatch
     assert [result.token_ids for result in decoder.generate(texts, PARAMS)] != expected
 
 
-@pytest.mark.slow
 def test_sampled_texts_are_the_same_with_drafts_and_in_a_batch(case: Any) -> None:
     model, texts, _ = case
     params = [SamplingParams(temperature=0.8, max_tokens=COUNT, seed=seed) for seed in range(len(texts))]

@@ -66,6 +66,7 @@ def test_a_model_that_passed_is_loaded_the_same_without_trials(folder: str, trie
     assert again.fingerprint == first.fingerprint and torch.equal(logits(again), logits(first))
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize(
     "change", ["file", "weights", "configuration", "dtype", "switch", "code", "damage", "depth", "types"]

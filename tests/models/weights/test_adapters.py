@@ -14,7 +14,6 @@ import torch
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
-from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, reference, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from PEFT's own calls
@@ -53,10 +52,7 @@ def merged(folders: Path, dtype: torch.dtype) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    mostly_slow(
-        [{"dtype": "float32", "fast": False}, {"dtype": "float32"}, {"dtype": "bfloat16", "fast": True}],
-        {"dtype": "float32"},
-    ),
+    [{"dtype": "float32", "fast": False}, {"dtype": "float32"}, {"dtype": "bfloat16", "fast": True}],
 )
 def test_an_adapter_folder_loads_as_the_merged_model(options: dict[str, Any], folders: Path) -> None:
     model = merged(folders, getattr(torch, options["dtype"]))

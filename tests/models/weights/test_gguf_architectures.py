@@ -72,7 +72,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "llama", "gemma3", "qwen3moe", "qwen35"))
 def test_a_file_gives_the_configuration_parameters_and_logits_it_was_written_from(name: str, tmp_path: Path) -> None:
     case, file = CASES[name], tmp_path / "model.gguf"
     model = write_case(file, architecture(name), case)
@@ -137,6 +137,7 @@ def write_scaled(file: Path, name: str, scales: dict[str, torch.Tensor]) -> None
     write_case(file, architecture(name), case, "NVFP4")
 
 
+@pytest.mark.slow
 @has_kernels
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_a_scale_of_a_whole_matrix_multiplies_all_its_numbers(name: str, tmp_path: Path) -> None:
@@ -337,6 +338,7 @@ def test_a_file_that_does_not_fit_into_memory_unpacked_is_refused(
         load(str(tmp_path / "model.gguf"), LoadOptions("float32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4-experts", "deepseek2", pytest.param("granitehybrid", marks=pytest.mark.slow)])
 def test_a_file_that_is_unpacked_is_loaded(name: str, tmp_path: Path) -> None:
     model = write_case(tmp_path / "model.gguf", architecture(name), CASES[name])

@@ -31,6 +31,7 @@ from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_model
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_files import HALVES, TOKENS, write_model
+from tests.support.markers import mostly_exhaustive
 from tests.support.quantized_files import kl
 
 gguf = pytest.importorskip("gguf")
@@ -154,7 +155,7 @@ def test_keys_and_values_take_two_bytes_a_number(files: dict[tuple[str, bool], P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activations", ["int8", "int15"])
+@pytest.mark.parametrize("activations", mostly_exhaustive(["int8", "int15"], "int8"))
 def test_texts_are_the_same_with_drafts_and_in_batches(activations: str, files: dict[tuple[str, bool], Path]) -> None:
     decoder = SpeculativeDecoder(str(files["llama", False]), activations=activations, max_batch_size=3)
     assert decoder.reproducible and f"{activations} activations" in repr(decoder)

@@ -46,6 +46,7 @@ def hostile(folder: Path, number: int) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="each batch of files has a process of its own")
 def test_every_kind_of_fault_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def damage(random: Random, sample: Any, folder: Path) -> None:

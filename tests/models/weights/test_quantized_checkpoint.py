@@ -19,7 +19,7 @@ from slipstream.models.hf import block_model
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_unpacked
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive
 from tests.support.quantized_files import Checkpoint, kl, write_checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -42,6 +42,8 @@ CASES = [
     ("torchao", "llama", 4, 128, False, BRAIN),
 ]
 FEW = (CASES[0], CASES[6], CASES[8])
+RARE = (CASES[1], CASES[2], CASES[7], CASES[9])  # groups and types of scales that others have, too
+MARKS = (pytest.mark.slow, pytest.mark.exhaustive)
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
 PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
 
@@ -69,7 +71,7 @@ def editable(tmp_path: Path) -> Checkpoint:
 
 @pytest.mark.parametrize(
     "case",
-    [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    [pytest.param(case, marks=[] if case in FEW else MARKS[case in RARE]) for case in CASES],
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_logits_are_those_of_the_dequantized_weights(case: tuple, tmp_path: Path) -> None:  # type: ignore[type-arg]
@@ -112,7 +114,7 @@ def test_every_weight_is_computed_in_the_checkpoints_own_codes(gptq: Checkpoint)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activations", mostly_slow(["int8", "int15"], "int8"))
+@pytest.mark.parametrize("activations", mostly_exhaustive(["int8", "int15"], "int8"))
 def test_texts_are_the_same_with_drafts_and_in_batches(activations: str, gptq: Checkpoint) -> None:
     decoder = SpeculativeDecoder(str(gptq.folder), activations=activations, max_batch_size=3)
     assert decoder.reproducible and f"{activations} activations" in repr(decoder)

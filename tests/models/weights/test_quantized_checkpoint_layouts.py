@@ -17,7 +17,7 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_unpacked
 from slipstream.models.quantized_models import checkpoint_of
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow
 from tests.support.mtp_cases import write_target
 from tests.support.quantized_files import (
     BLOCKS,
@@ -97,6 +97,7 @@ WRITERS: dict[str, dict[str, Any]] = {
     "fp8-tensor": {"form": "fp8", "block": (0, 0), "quantization": {"weight_block_size": None}},
     "fbgemm_fp8": {"form": "fbgemm_fp8", "dtype": BRAIN},
 }
+RARE = ("gptq-3-sym", "gptq-4-sym", "gptq-8-sym", "gptq_v2-3", "pack-quantized-8-asym", "int-quantized-asym")
 QUICK = ("gptqmodel-dynamic", "mixed-precision", "modelopt", "fp8-block")
 MIXED_FORMS = ("gptq", "awq", "compressed-tensors", "modelopt", "fp8")
 
@@ -129,7 +130,9 @@ def assert_dequantized(checkpoint: Checkpoint) -> None:
     assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("writer", [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in WRITERS])
+@pytest.mark.parametrize(
+    "writer", [*mostly_slow([w for w in WRITERS if w not in RARE], *QUICK), *mostly_exhaustive(RARE)]
+)
 def test_layouts_run_as_the_model_of_their_dequantized_weights(
     writer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,7 +276,7 @@ def test_zero_points_of_zero_wrap_around(writer: str, bits: int, tmp_path: Path)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("form", mostly_slow(MIXED_FORMS, "compressed-tensors"))
+@pytest.mark.parametrize("form", mostly_exhaustive(MIXED_FORMS, "compressed-tensors", "gptq", "fp8"))
 @pytest.mark.parametrize("kind", mostly_slow(["mimo", "qwen3_5", "glm4_moe"], "mimo"))
 def test_quantized_mtp_layers_are_left_out(
     kind: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
