@@ -73,6 +73,7 @@ def run_agent(words: list[str], home: Path, folder: Path) -> str:
     variables = {
         "PATH": os.pathsep.join([*places, os.environ["PATH"]]),
         "HOME": str(home),
+        "PWD": str(folder),  # opencode believes it
         **{f"XDG_{kind}_HOME": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "STATE", "CACHE")},
         **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
     }

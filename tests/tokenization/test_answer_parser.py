@@ -132,6 +132,22 @@ def test_marks_count_where_a_model_means_them(text: str, parts: list[Any]) -> No
     assert shown[: len(parts)] == parts or shown == parts
 
 
+@subcases(
+    "text, parts",
+    [
+        (f"<mode>\n<tools>\n{ONE}\n{ONE}\n</tools>\n<mode>", [("text", "<mode>"), READ, READ, ("text", "\n<mode>")]),
+        *((f"<{tag}>{ONE}</{tag}>", [READ]) for tag in ("tool", "function_call", "response", "json", "xml")),
+        (f"<tools>\n{ONE}", [READ]),
+        *((text, [("text", text)]) for text in (f"<table>{ONE}</table>", "<tools>{}</tools>", "<json>[1]</json>")),
+        # the list of tools, as prompts have it
+        *((text, [("text", text)]) for text in (f"<tools>\n{json.dumps(tool)}\n</tools>" for tool in TOOLS)),
+        *((text, [("text", text)]) for text in (f"<tools>{json.dumps(tool['function'])}</tools>" for tool in TOOLS)),
+    ],
+)
+def test_a_call_may_stand_in_another_tag_than_the_templates(text: str, parts: list[Any]) -> None:
+    assert read(HERMES_FORM, text) == parts
+
+
 def test_marks_inside_strings_are_text() -> None:
     written = ONE.replace("1", '"a</tool_call>b<tool_call>{"')
     ((_, _, arguments),) = read(HERMES_FORM, f"<tool_call>{written}</tool_call>")

@@ -141,6 +141,7 @@ class CallText:
 EXAMPLE = ("probe_one", {"first": 7, "second": 8})  # name and arguments
 JSON_CALL = '{"name": "probe_one", "arguments": {"first": 7, "second": 8}}'
 JSON_ARGUMENTS = '{"first": 7, "second": 8}'
+WRONG_TAG = "<(?:tools?|function_call|response|json|JSON|xml)>"  # that models write around a call in JSON
 
 THOUGHTS = (
     ThoughtForm(
@@ -347,11 +348,11 @@ CALLS = (
         template_marks=("<|tool_call|>",),
     ),
     CallForm(
-        "JSON in tags",  # Hermes, Qwen2.5, Qwen3, SmolLM3, Granite 4
-        r"<tool_call>(?=\s*[\[{])",
+        "JSON in tags",  # Hermes, Qwen2.5, Qwen3, SmolLM3, Granite 4; Qwen2.5-Coder writes other tags as well
+        rf"<tool_call>(?=\s*[\[{{])|{WRONG_TAG}(?=\s*\{{\s*\"name\"\s*:\s*\"[^\"\n]+\"\s*,\s*\"arguments\"\s*:)",
         f"<tool_call>\n{JSON_CALL}\n</tool_call>",
         "call",
-        closing=r"\s*</tool_call>",
+        closing=rf"\s*(?:</tool_call>|{WRONG_TAG.replace('<', '</')})",
         template_marks=("<tool_call>",),
     ),
     CallForm(

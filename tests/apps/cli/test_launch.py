@@ -57,6 +57,7 @@ def test_each_client_gets_the_address_the_model_and_the_window(
         assert words == ["-p", "hi"] and variables["ANTHROPIC_BASE_URL"] == server.url
         assert {variables[name] for name in variables if name.endswith("_MODEL")} == {"tiny"}
         assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "32768" and variables["ANTHROPIC_API_KEY"] == ""
+        assert int(variables["CLAUDE_STREAM_IDLE_TIMEOUT_MS"]) >= 1_800_000
         words, _ = launched(server, "codex", "--", "exec", "hi", **tools)
         assert words[-2:] == ["exec", "hi"] and "model_context_window=32768" in words
         assert any(f'base_url = "{server.url}/v1"' in word and 'wire_api = "responses"' in word for word in words)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +19,7 @@ import pytest
 from torch import Tensor
 
 from slipstream import SpeculativeDecoder
-from slipstream.apps.server import connections, launch
+from slipstream.apps.server import answers, connections, launch
 from slipstream.apps.server.engine_thread import FairQueue
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import MAX_UNREAD_EVENTS, Ended, Event, Job, LiveRequest, Started
@@ -114,6 +115,36 @@ def test_a_request_that_waits_too_long_is_refused(gate: Gate) -> None:
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_timeout"
         assert answer.headers["retry-after"]
         assert server.call(lambda: server.service.num_waiting) == 0
+
+
+CHAT: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "A heron"}]}
+SIGNS_OF_LIFE = {  # and the ends of streams
+    "/v1/messages": (CHAT | {"max_tokens": 3}, "event: ping", "message_stop"),
+    "/v1/chat/completions": (CHAT | {"max_tokens": 3}, ": still here", "[DONE]"),
+    "/v1/completions": ({"prompt": "A heron", "max_tokens": 3}, ": still here", "[DONE]"),
+    "/v1/responses": ({"input": "A heron", "max_output_tokens": 3}, 'data: {"type":"response.in_', "incomplete"),
+    "/api/chat": (CHAT | {"options": {"num_predict": 3}}, '{"model":"toy"', '"done":true'),
+}
+
+
+def test_streams_outlive_the_limits_of_idle_connections_while_they_wait_and_their_prompts_are_read(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "REQUEST_SECONDS", 0.2)
+    with one_at_a_time(gate, keep_alive_timeout=1) as server, ExitStack() as stack:
+        streams = []
+        for path, (body, sign, end) in SIGNS_OF_LIFE.items():
+            answer = stack.enter_context(server.http.stream("POST", path, json=body | {"stream": True}))
+            assert gate.reached.wait(PATIENCE)  # the first prompt is being read, the other requests wait
+            streams.append((answer.iter_lines(), sign, end))
+        for lines, sign, _ in streams:
+            signs = (line for line in lines if line.startswith(sign))
+            assert all(next(signs) for _ in range(75))  # in 1.5 seconds
+        gate.opened.set()
+        for lines, _, end in streams:
+            assert end in [line for line in lines if line][-1]
 
 
 def test_a_request_that_takes_too_long_fails_and_says_not_to_retry(gate: Gate) -> None:

@@ -81,6 +81,7 @@ def claude_settings(served: Served) -> Settings:
             "ANTHROPIC_AUTH_TOKEN": served.key,
             "ANTHROPIC_API_KEY": "",
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(served.window),
+            "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "1800000",  # else it stops waiting for a long prompt after 12 minutes
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
