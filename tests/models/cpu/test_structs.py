@@ -40,8 +40,8 @@ def test_every_struct_and_type_of_the_header_is_read() -> None:
 def test_every_signature_is_that_of_the_c_function() -> None:
     codes = {"int64_t": "n", "uint64_t": "n", "int32_t": "i", "int": "i", "float": "f"}
     text = "\n".join(path.read_text() for path in sorted(SOURCES.rglob("*.[ch]")))
-    defined = re.findall(rf"^(void|int64_t) ({'|'.join(SIGNATURES)})\(([^)]*)\) {{", text, re.MULTILINE)
+    defined = re.findall(rf"^(void|int32_t|int64_t) ({'|'.join(SIGNATURES)})\(([^)]*)\) {{", text, re.MULTILINE)
     for returned, name, arguments in defined:
         kinds = ["p" if "*" in argument else codes[argument.split()[0]] for argument in arguments.split(",")]
-        assert SIGNATURES[name] == "".join(kinds) + (">n" if returned == "int64_t" else ""), name
+        assert SIGNATURES[name] == "".join(kinds) + {"void": "", "int32_t": ">i", "int64_t": ">n"}[returned], name
     assert {name for _, name, _ in defined} == set(SIGNATURES)
