@@ -37,6 +37,7 @@ def slipstream(target: str, room: int) -> tuple[Read, Prompt]:
     import torch
 
     from slipstream import SamplingParams, SpeculativeDecoder
+    from slipstream.core.interfaces import Checkpoints
     from slipstream.models.weights.model_files import quiet
 
     quiet()
@@ -46,6 +47,8 @@ def slipstream(target: str, room: int) -> tuple[Read, Prompt]:
     backend.reserve(1, room)
 
     def read(tokens: list[int], start: int) -> Any:
+        if isinstance(backend, Checkpoints):
+            backend.mark_final(0, start)  # else a recurrent state would be computed again
         return backend.forward(torch.tensor([tokens]), [start], first_slot=0, logits=True)[0].argmax(-1).tolist()
 
     def prompt(tokens: list[int]) -> Any:
