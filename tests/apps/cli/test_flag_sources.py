@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from slipstream.apps.cli import app
+from slipstream.apps.cli.command_classes import VARIABLES
 from slipstream.apps.cli.flags import keys_of
 from tests.support.command_line import run
 from tests.support.import_graph import SOURCE
@@ -76,9 +77,24 @@ def test_a_wrong_variable_is_named_like_its_flag(capsys: Streams, monkeypatch: p
     assert code == 2 and "--port 'high'; allowed: a whole number" in errors
 
 
+def test_a_misspelled_variable_is_refused_and_those_of_others_are_not(
+    capsys: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("generate", "--model", "toy", "--max-tokens", "2", "the cat")
+    for name in ("SLIPSTREAM_SERVICE_HOST", "SLIPSTREAM_PORT_8000_TCP", "SLIPSTREAM_PORT"):
+        monkeypatch.setenv(name, "10.0.0.1")  # the last is a flag of another command
+    assert run(capsys, monkeypatch, *command)[0] == 0
+    for wrong, right in (("TEMPERATUR", "TEMPERATURE"), ("MEMROY", "MEMORY")):
+        monkeypatch.setenv(f"SLIPSTREAM_{wrong}", "0")
+        code, _, errors = run(capsys, monkeypatch, *command)
+        message = f"environment variable SLIPSTREAM_{wrong} is unknown; did you mean SLIPSTREAM_{right}?"
+        assert code == 2 and message in " ".join(errors.split())
+        monkeypatch.delenv(f"SLIPSTREAM_{wrong}")
+
+
 def test_no_flag_takes_a_variable_that_means_something_else() -> None:
-    read = {name for file in SOURCE.rglob("*.py") for name in re.findall(r'"(SLIPSTREAM_[A-Z]+)"', file.read_text())}
-    assert {"SLIPSTREAM_DEBUG", "SLIPSTREAM_ISA"} <= read
+    read = {name for file in SOURCE.rglob("*.py") for name in re.findall(r'"(SLIPSTREAM_[A-Z_]+)"', file.read_text())}
+    assert read == {f"SLIPSTREAM_{name}" for name in VARIABLES}
     root = typer.main.get_command(app)
     options = [option for command in root.commands.values() for option in command.params]  # type: ignore[attr-defined]
     assert not read & {name for option in options for name in option.envvar or ()}

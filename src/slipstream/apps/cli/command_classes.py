@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ OTHERS = {  # commands of Ollama and others, and what to write instead
     **dict.fromkeys(("list", "ls", "show"), "`slipstream models`"),
     "ps": "`slipstream models`, or GET /api/ps of a running server",
 }
+PREFIX = "SLIPSTREAM_"  # of variables of the environment
+VARIABLES = {"MODELS", "KERNELS", "ISA", "MEMORY", "DEBUG", "API_KEY"}  # those that are no flags
 NO_VARIABLES = {"DEBUG", "HELP_ALL"}  # flags without one; SLIPSTREAM_DEBUG checks caches
 NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
 BOUNDS = {r"greater than or equal to (\S+)": r"\1 or more", r"less than or equal to (\S+)": r"\1 or less"}
@@ -103,7 +107,7 @@ class Command(_Checked, TyperCommand):
         for param in params:
             if param.param_type_name == "option":
                 names = [name[2:].replace("-", "_").upper() for name in param.opts if name.startswith("--")]
-                param.envvar = [f"SLIPSTREAM_{name}" for name in names if name not in NO_VARIABLES]
+                param.envvar = [f"{PREFIX}{name}" for name in names if name not in NO_VARIABLES]
                 param.show_envvar = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -153,6 +157,16 @@ class Command(_Checked, TyperCommand):
 class Group(_Checked, TyperGroup):
     """The list of commands, in sections."""
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; a misspelled variable of the environment is a `UsageError`."""
+        known = {name.removeprefix(PREFIX) for name in _variables(self)} | VARIABLES
+        given = {name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX)}
+        for name in sorted(given - known) if ctx.parent is None else ():
+            # names near none may be for other programs, such as SLIPSTREAM_SERVICE_HOST of Kubernetes
+            if near := get_close_matches(name, known, 1, 0.8):
+                raise UsageError(f"environment variable {PREFIX}{name} is unknown; did you mean {PREFIX}{near[0]}?")
+        return super().invoke(ctx)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command; an unknown one is a `UsageError` that lists all."""
         try:
@@ -179,6 +193,15 @@ class Group(_Checked, TyperGroup):
         self.format_commands(ctx, formatter)
         records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
         _write(formatter, {"Options": records})
+
+
+def _variables(group: Any) -> set[str]:
+    """The names of the variables that hold flags of a group's commands."""
+    names = set[str]()
+    for command in group.commands.values():
+        names |= _variables(command) if isinstance(command, Group) else set()
+        names.update(*(param.envvar or () for param in command.params))
+    return names
 
 
 def why_refused(error: typer.BadParameter) -> str:
