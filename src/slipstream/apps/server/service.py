@@ -160,8 +160,9 @@ class Service:
     def unload(self) -> None:
         """Free the model's memory, unless it is in use."""
         if self._loaded is not None and not self._users:
-            self._thread.post(partial(self._thread.remove, self._loaded.engine))
-            self._forget_loaded()
+            engine = self._loaded.engine
+            self._forget_loaded()  # first: the thread returns the memory of what nothing holds
+            self._thread.post(partial(self._thread.remove, engine))
             log.info("unloaded %s", self.names[0])
 
     def _forget_loaded(self) -> None:
