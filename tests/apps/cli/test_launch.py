@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
 from slipstream import SlipstreamError
 from slipstream.apps.cli import launch
-from slipstream.apps.cli.launch import CLIENTS, Served, server_at
+from slipstream.apps.cli.launch import CLIENTS, URL, Served, server_at
+from slipstream.apps.server import served_models
 from tests.support.command_line import run
 from tests.support.processes import PATIENCE
 from tests.support.running_server import RunningServer, running_server
@@ -80,6 +85,22 @@ def test_a_model_of_a_server_of_several_is_loaded_and_used(capsys: Any, monkeypa
         assert code == 0 and '"slipstream/second"' in printed and '"context": 512' in printed
         assert [service.state for service in server.models.services] == ["unloaded", "loaded"]
         assert server_at(server.url, "third") is None
+
+
+def test_a_server_that_is_loading_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f'"{launch.LOADING.decode()}"' in Path(inspect.getfile(served_models)).read_text()
+    loading = HTTPError(f"{URL}/v1/models", 503, "", Message(), io.BytesIO(b'{"message": "%s"}' % launch.LOADING))
+    ending = HTTPError(f"{URL}/v1/models", 503, "", Message(), io.BytesIO(b'{"message": "the server ends"}'))
+    answers = [loading, {"data": [{"id": "toy", "max_model_len": 512}]}, ending]
+
+    def answer(url: str) -> Any:
+        if isinstance(next_one := answers.pop(0), HTTPError):
+            raise next_one
+        return next_one
+
+    monkeypatch.setattr(launch, "_request", answer)
+    assert server_at(URL) == Served(URL, "toy", 512) and len(answers) == 1
+    assert server_at(URL) is None
 
 
 def test_a_key_comes_from_a_variable_and_is_no_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -46,18 +47,27 @@ def hostile(folder: Path, number: int) -> str | None:
     return None
 
 
+def damage(random: Random, sample: Any, folder: Path) -> None:
+    (folder / sample).write_bytes(random.randbytes(4))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="each batch of files has a process of its own")
-def test_every_kind_of_fault_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def damage(random: Random, sample: Any, folder: Path) -> None:
-        (folder / sample).write_bytes(random.randbytes(4))
-
-    monkeypatch.setitem(READERS, "hostile", Reader(lambda folder: ["a", "b"], damage, hostile))
-    monkeypatch.setattr(check_mutations, "SECONDS", 4)
-    report = check("hostile", 7)
+def test_every_kind_of_fault_is_noticed() -> None:
+    """In a process without threads, whose locks its forks would inherit."""
+    finished = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    faults, counts = json.loads(finished.stdout)
     expected = ["SlipstreamError: no model", "ends the process: 3", "takes longer than 4 s", "MemoryError: "]
     assert [
-        fault.split(": ", 1)[1].split(":  ")[0][: len(end)] for fault, end in zip(report.faults, expected, strict=True)
+        fault.split(": ", 1)[1].split(":  ")[0][: len(end)] for fault, end in zip(faults, expected, strict=True)
     ] == expected
-    assert report.counts["runs"] == 2 and report.counts["refused"] == 1
-    assert report.faults[1].startswith("hostile --seed 0 --first 2: ")
+    assert counts["runs"] == 2 and counts["refused"] == 1
+    assert faults[1].startswith("hostile --seed 0 --first 2: ")
+
+
+if __name__ == "__main__":
+    READERS["hostile"] = Reader(lambda folder: ["a", "b"], damage, hostile)
+    check_mutations.SECONDS = 4
+    report = check("hostile", 7)
+    sys.stdout.write(json.dumps([report.faults, report.counts]))

@@ -34,6 +34,7 @@ KEY = "SLIPSTREAM_API_KEY"  # the variable with the key of a server that needs o
 NO_KEY = "none"  # what clients send that insist on a key
 ANSWER_SECONDS = 5.0  # that a running server may take to answer
 LOADING_SECONDS = 600.0  # that it may take to load a model
+LOADING = b"the model is being loaded"  # in the answer of a server that does so when it starts
 POLL_SECONDS = 0.2
 BATCH_SIZE = 2  # of a server for one agent, which may ask for a title as well; the fewer, the longer its window
 ENDING_SECONDS = 10.0  # that a server may take to end
@@ -197,14 +198,13 @@ def server_at(url: str, name: str | None = None) -> Served | None:
     if not is_address or " " in url or not url.isprintable():
         raise UsageError(f"--url {url!r}; allowed: an address like {URL}")
     try:
-        cards = _request(f"{url}/v1/models")["data"]
-        card = next((card for card in cards if name in (None, card["id"])), None)
+        card = next((card for card in _cards(url) if name in (None, card["id"])), None)
         if card is not None and card["max_model_len"] is None:
             _request(f"{url}/api/generate", {"model": card["id"], "stream": False}, LOADING_SECONDS)
             card = _request(f"{url}/v1/models/{quote(card['id'])}")
         return None if card is None else Served(url, str(card["id"]), int(card["max_model_len"]))
     except HTTPError as error:
-        if error.code == 503 and error.url.endswith("/v1/models"):  # it is loading, or ending
+        if error.code == 503 and error.url.endswith("/v1/models"):  # it is ending
             return None
         why = f"needs a key; set {KEY}" if error.code == 401 else f"answered with status {error.code}"
         raise SlipstreamError(f"the server at {url} {why}") from error
@@ -212,6 +212,18 @@ def server_at(url: str, name: str | None = None) -> Served | None:
         return None
     except (ValueError, LookupError, TypeError) as error:
         raise SlipstreamError(f"the server at {url} is not Slipstream's; allowed: --url of another one") from error
+
+
+def _cards(url: str) -> list[dict[str, Any]]:
+    """The models of a server, as soon as it has loaded the first; HTTPError if it is ending."""
+    while True:
+        try:
+            cards: list[dict[str, Any]] = _request(f"{url}/v1/models")["data"]
+            return cards
+        except HTTPError as error:
+            if error.code != 503 or LOADING not in error.read():
+                raise
+        time.sleep(POLL_SECONDS)
 
 
 def _request(url: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS) -> Any:
