@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 
 import pytest
 
@@ -51,6 +52,23 @@ def test_a_call_that_fails_raises_its_error_and_leaves_the_thread_for_others() -
         pool.close()
 
     asyncio.run(work())
+
+
+def test_what_a_call_held_is_freed_while_the_thread_waits_for_the_next() -> None:
+    async def work() -> bool:
+        pool, freed = TextPool(None), threading.Event()
+
+        def function(_: object) -> None:
+            pass
+
+        weakref.finalize(function, freed.set)
+        await pool.run(function)
+        del function
+        is_freed = await asyncio.to_thread(freed.wait, PATIENCE)
+        pool.close()
+        return is_freed
+
+    assert asyncio.run(work())
 
 
 def test_a_stalled_server_says_so_in_its_health(monkeypatch: pytest.MonkeyPatch) -> None:

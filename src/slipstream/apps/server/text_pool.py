@@ -60,6 +60,7 @@ class TextPool:
             tokenizer = copy.deepcopy(self._tokenizer)
         while (call := self._next()) is not None:
             call.run(tokenizer)
+            del call  # else what it holds, such as an unloaded model, stays until the next call
 
     def _next(self) -> ThreadCall[Any] | None:
         with self._changed:
