@@ -6,6 +6,17 @@ from difflib import get_close_matches
 from typing import Any
 
 LINE_BREAKS = re.compile(r"\s*\n\s*")
+# what a model's own code raises on inputs and configurations that it does not take
+MODEL_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    NameError,
+    AssertionError,
+    ArithmeticError,
+)
 
 
 class SlipstreamError(Exception):
@@ -20,17 +31,17 @@ class UsageError(SlipstreamError, ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, as `_message`."""
+    """The first line of an exception's message, with its class where the message alone says little."""
     return _message(error, next(iter(str(error).strip().splitlines()), ""))
 
 
 def one_line(error: BaseException) -> str:
-    """The whole message of an error on one line, as `_message`."""
+    """The whole message of an exception on one line, with its class where the message alone says little."""
     return _message(error, " ".join(str(error).split()))
 
 
 def _message(error: BaseException, text: str) -> str:
-    """The text; with the class of an error whose text alone says little, such as KeyError, or has none."""
+    """A message as it is; with its class if it is empty or of a KeyError, ZeroDivisionError and the like."""
     return with_class(error) if not text or isinstance(error, (LookupError, ArithmeticError)) else text
 
 

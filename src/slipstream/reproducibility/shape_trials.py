@@ -30,8 +30,8 @@ ATTENDED_LENGTHS = tuple(range(64, 2049, 64))  # what forwards may read instead 
 STEPS = 4  # consecutive forwards of a batch, to see what each left to the next
 CONSECUTIVE = (1, 5)  # widths whose forwards are tried one after the other, to see what each leaves to the next
 TOGETHER = 3  # width of batches of all tried sizes
-EVERY_SIZE = 64  # rows up to which batches of every size are tried
-REMAINDERS = 16  # the largest sizes of which all are tried; between them and EVERY_SIZE, multiples of it
+EVERY_SIZE = 64  # batches of up to this many rows are tried at every size
+STRIDE = 16  # larger batches at multiples of this, and at the last this many sizes: each remainder occurs
 TOTAL = 19  # tokens of a ragged forward: an odd number, as all are allowed then
 
 
@@ -155,7 +155,7 @@ class Trials:
         return True
 
     def agrees_in_batches(self, width: int, steps: int = 1) -> bool:
-        """True if ragged batches give the reference's bits: of every usual size for narrow widths, else of a few.
+        """True if ragged batches give the reference's bits: for narrow widths of nearly every size, else of a few.
 
         All rows are compared: products of matrices often compute the last few rows with another kernel.
         steps: minimum number of consecutive forwards that are compared; tiny models need more.
@@ -163,7 +163,7 @@ class Trials:
         row_step = 1 if width <= REFERENCE else 3
         steps, most = max(steps, self._length // LENGTH), len(self._starts)
         for rows in range(most, 1, -row_step):
-            if EVERY_SIZE < rows <= most - REMAINDERS and rows % REMAINDERS:
+            if EVERY_SIZE < rows <= most - STRIDE and rows % STRIDE:
                 continue
             last = self.backend.max_length - max(self._starts[:rows]) - width  # a short context holds fewer steps
             for offset in range(0, min((steps - 1) * width, last) + 1, width):

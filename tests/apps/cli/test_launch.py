@@ -87,11 +87,14 @@ def test_a_model_of_a_server_of_several_is_loaded_and_used(capsys: Any, monkeypa
         assert server_at(server.url, "third") is None
 
 
-def test_a_server_that_is_loading_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_loading_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert f'"{launch.LOADING.decode()}"' in Path(inspect.getfile(served_models)).read_text()
     loading = HTTPError(f"{URL}/v1/models", 503, "", Message(), io.BytesIO(b'{"message": "%s"}' % launch.LOADING))
     ending = HTTPError(f"{URL}/v1/models", 503, "", Message(), io.BytesIO(b'{"message": "the server ends"}'))
-    answers = [loading, {"data": [{"id": "toy", "max_model_len": 512}]}, ending]
+    again = HTTPError(f"{URL}/v1/models", 503, "", Message(), io.BytesIO(launch.LOADING))
+    answers = [loading, again, {"data": [{"id": "toy", "max_model_len": 512}]}, ending]
 
     def answer(url: str) -> Any:
         if isinstance(next_one := answers.pop(0), HTTPError):
@@ -100,6 +103,7 @@ def test_a_server_that_is_loading_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(launch, "_request", answer)
     assert server_at(URL) == Served(URL, "toy", 512) and len(answers) == 1
+    assert capsys.readouterr().err.split() == f"waiting until the server at {URL} has loaded its model".split()
     assert server_at(URL) is None
 
 

@@ -18,7 +18,7 @@ from slipstream.errors import UsageError
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.hf.own_caches import MAX_STATES, NEWEST, OwnCacheBackend, OwnCaches, State
 from slipstream.models.hf.prepared_inputs import cache_name
-from slipstream.models.hf.state_trials import _agree, own_cache_backend
+from slipstream.models.hf.state_trials import _agree, _close, own_cache_backend
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.pretrained import wrap_model
 from tests.support.architecture_checks import PROMPTS, QUEUE, Checks, PartlyWrongDrafter, greedy
@@ -377,6 +377,8 @@ def test_tokens_that_a_model_rules_out_do_not_count_as_a_difference(dtype: torch
     assert isinstance(own_cache_backend(model), OwnCacheBackend)
     backend.reserve(1, 8)
     logits = backend.forward(torch.tensor([[5, 6, 7]]), [0], first_slot=0, logits=True)
-    assert _agree(logits, logits.clone()) and not _agree(logits, logits.roll(1, -1))
+    close = _close(model)
+    assert _agree(logits, logits.clone(), close) and not _agree(logits, logits.roll(1, -1), close)
     other = logits.masked_fill(logits > logits.float().mean(-1, keepdim=True).clamp(min=-1), 5.0)
-    assert not _agree(logits, other) and not _agree(logits, logits.masked_fill(logits > 0, float("nan")))
+    assert not _agree(logits, other, close)
+    assert not _agree(logits, logits.masked_fill(logits > 0, float("nan")), close)

@@ -208,3 +208,10 @@ def test_custom_generate_takes_padded_rows(name: str) -> None:
     padded = torch.tensor([PROMPTS[0], [*[0] * 7, *PROMPTS[1]]])
     texts = model.generate(padded, attention_mask=(padded > 0).long(), custom_generate=custom_generate, **options)
     assert texts[:, -8:].tolist() == [text.tolist() for text in alone]
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
+def test_half_precision_is_told_by_the_weights_not_by_the_logits(name: str) -> None:
+    """Nemotron-H gives float32 logits of bfloat16 weights."""
+    decoder = SpeculativeDecoder(tiny_model(name, wide=True))
+    assert isinstance(decoder.target.backend, HFBackend)

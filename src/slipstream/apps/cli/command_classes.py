@@ -65,7 +65,7 @@ class _Checked:
                 flag = max(option.opts, key=len)
                 raise UsageError(f"{flag} ''; allowed: {flag} {option.metavar or 'VALUE'}")
         names = [name for option in ctx.command.params for name in option.opts if name.startswith("--")]
-        for word in words:  # of a page that made one dash of two
+        for word in words:  # pages and editors turn two hyphens into a dash
             if word[:1] in ("–", "—") and (name := f"--{word[1:].partition('=')[0]}") in names:  # noqa: RUF001
                 raise UsageError(f"no such option: {word}; did you mean {name!r}?")
         try:
@@ -159,12 +159,8 @@ class Group(_Checked, TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; a misspelled variable of the environment is a `UsageError`."""
-        known = {name.removeprefix(PREFIX) for name in _variables(self)} | VARIABLES
-        given = {name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX)}
-        for name in sorted(given - known) if ctx.parent is None else ():
-            # names near none may be for other programs, such as SLIPSTREAM_SERVICE_HOST of Kubernetes
-            if near := get_close_matches(name, known, 1, 0.8):
-                raise UsageError(f"environment variable {PREFIX}{name} is unknown; did you mean {PREFIX}{near[0]}?")
+        if ctx.parent is None:
+            _check_environment(_variables(self) | {f"{PREFIX}{name}" for name in VARIABLES})
         return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -193,6 +189,18 @@ class Group(_Checked, TyperGroup):
         self.format_commands(ctx, formatter)
         records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
         _write(formatter, {"Options": records})
+
+
+def _check_environment(variables: set[str]) -> None:
+    """Refuse a variable that seems to be a misspelled one of these.
+
+    Names like none of them may be for other programs, such as SLIPSTREAM_SERVICE_HOST of Kubernetes.
+    """
+    names = [variable.removeprefix(PREFIX) for variable in variables]  # the prefix would make all names alike
+    for variable in sorted(os.environ.keys() - variables):
+        meant = get_close_matches(variable.removeprefix(PREFIX), names, 1, 0.8) if variable.startswith(PREFIX) else []
+        if meant:
+            raise UsageError(f"environment variable {variable} is unknown; did you mean {PREFIX}{meant[0]}?")
 
 
 def _variables(group: Any) -> set[str]:

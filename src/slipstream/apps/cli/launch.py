@@ -216,6 +216,7 @@ def server_at(url: str, name: str | None = None) -> Served | None:
 
 def _cards(url: str) -> list[dict[str, Any]]:
     """The models of a server, as soon as it has loaded the first; HTTPError if it is ending."""
+    is_told = False
     while True:
         try:
             cards: list[dict[str, Any]] = _request(f"{url}/v1/models")["data"]
@@ -223,6 +224,9 @@ def _cards(url: str) -> list[dict[str, Any]]:
         except HTTPError as error:
             if error.code != 503 or LOADING not in error.read():
                 raise
+        if not is_told:
+            err.sentence(f"waiting until the server at {url} has loaded its model")
+            is_told = True
         time.sleep(POLL_SECONDS)
 
 

@@ -70,7 +70,7 @@ class SuffixAutomaton:
         link, length, count = self._link, self._length, self._count
         usual, targets, branches = self._token, self._target, self._branches
         for token in tokens:
-            # let it lead from the text, and from its suffixes down to the first that it has followed before
+            # let the token lead on from the text, and from ever shorter suffixes until one that it has followed before
             new, state, target = len(length), self._last, 0
             while state >= 0:
                 branch = branches.get(state)
@@ -94,7 +94,7 @@ class SuffixAutomaton:
                 self._last = new
                 if target:
                     link[new] = self._of_length(state, token, target)
-            # count it after its context and all suffixes of that; neighbors whose results are one state count once
+            # count the token after its context and all suffixes of that; those with the same result count once
             state, counted = self._tip, -1
             tip = targets[state] if usual[state] == token else branches[state][token]
             while state >= 0:
@@ -215,10 +215,8 @@ class SuffixAutomaton:
         """
         if self._length[target] == self._length[state] + 1:
             return target
-        new, same = (
-            len(self._length),
-            (self._link[target], self._count[target], self._token[target], self._target[target]),
-        )
+        new = len(self._length)
+        same = self._link[target], self._count[target], self._token[target], self._target[target]
         self._add_state(self._length[state] + 1, *same)
         if target in self._branches:
             self._branches[new] = self._branches[target].copy()

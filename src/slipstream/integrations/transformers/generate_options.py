@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import logits_process as hf
 from transformers.generation import stopping_criteria as hf_stopping
 
-from slipstream.errors import UsageError
+from slipstream.errors import MODEL_ERRORS, UsageError
 from slipstream.integrations.transformers.hf_processors import (
     PaddedPrompt,
     RowProcessor,
@@ -28,7 +28,7 @@ from slipstream.integrations.transformers.hf_processors import (
     last_fields,
 )
 from slipstream.models.hf.prepared_inputs import NAMES
-from slipstream.models.hf.state_trials import MODEL_ERRORS, differ
+from slipstream.models.hf.state_trials import differ
 from slipstream.models.hf.trials import a_few_tokens
 from slipstream.sampling.params import Processor, SamplingParams
 from slipstream.text.requests import MEDIA

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from slipstream.errors import MODEL_ERRORS
 from slipstream.models.notices import warn_slower
 
 
@@ -175,8 +176,7 @@ def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
         linear.__class__ = _ObservedLinear
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        # raised by the model's own code, which needs other inputs
+    except MODEL_ERRORS as error:  # its code needs other inputs
         warn_slower(f"{type(model).__name__} keeps its linear layers separate: a forward of two tokens fails: {error}")
         return []
     finally:

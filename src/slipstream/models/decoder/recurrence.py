@@ -36,7 +36,7 @@ class Heads:
 
     corrects: whether the delta rule's m is subtracted; normalized: whether queries and keys are scaled to length 1.
     rate, shift: [count], with a = exp(rate * step) and step = softplus(gate + shift). skip: [count], factors of the
-    values that are added to the output; None if none are. least_step: without the delta rule, steps are no smaller.
+    values that are added to the output; None if none are. least_step: the smallest step, without the delta rule.
     """
 
     count: int

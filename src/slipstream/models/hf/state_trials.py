@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from slipstream.core.interfaces import Backend
-from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.errors import MODEL_ERRORS, SlipstreamError, UsageError, first_line
 from slipstream.models.cpu.quantized_linear import rounded_activations
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.prepared_inputs import input_device, prepares_inputs_differently
@@ -27,8 +27,6 @@ CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # largest `difference` of lo
 # to 0.08, a wrong mask by 1
 CLOSE_ELSE = 0.3
 CLOSE_STEPS = 0.1  # the same of a forward of several tokens and of each; one that is wrongly doubted only costs speed
-# what a model's own code raises on inputs that it does not take
-MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
 def own_cache_backend(model: Any) -> OwnCacheBackend:
@@ -44,24 +42,25 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
     backend = OwnCacheBackend(model)
     try:
         backend.reserve(1, TOKENS)
+        close = _close(model)
         ids = a_few_tokens(backend.vocab_size, backend.device, TOKENS)
         at_once = backend.forward(ids, [0], first_slot=0, logits=True)[:, FIRST:]
         check_logits(at_once)
         backend.module_state.note_changed()
         is_causal(backend, model)
-        if not _takes_several(backend, ids) and not _agree(at_once, _steps(backend, ids)):
+        if not _takes_several(backend, ids) and not _agree(at_once, _steps(backend, ids), close):
             reason = "its cached forward gives other logits than its uncached one"
             raise UsageError(f"model {name} is not supported: {reason}")
         steps, several = _after_noise(backend, ids, _steps), _after_noise(backend, ids, _several)
-        close = CLOSE.get(steps.dtype, CLOSE_STEPS)
-        backend.takes_several_tokens = backend.takes_several_tokens and _agree(steps, several, close)
+        agree = _agree(steps, several, _close(model, CLOSE_STEPS))
+        backend.takes_several_tokens = backend.takes_several_tokens and agree
         if not backend.takes_several_tokens:
             warn_slower(f"{name} reads drafts token by token: a forward of several gives other logits than of each")
         elif prepares_inputs_differently(model):  # for several tokens it may prepare other things than for each alone
             backend.takes_several_tokens = False
             warn_slower(f"{name} reads drafts token by token: its prepare_inputs_for_generation is its own")
         again = backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
-        if not _agree(several if backend.takes_several_tokens else steps, again):
+        if not _agree(several if backend.takes_several_tokens else steps, again, close):
             raise UsageError(f"model {name} is not supported: its state after a token cannot be kept and put back")
     except SlipstreamError:
         raise
@@ -93,7 +92,8 @@ def is_causal(backend: Backend, model: Any) -> bool:
     backend.reserve(1, TOKENS)
     ids = a_few_tokens(backend.vocab_size, backend.device, TOKENS)
     with_later_tokens = backend.forward(ids, [0], first_slot=0, logits=True)[:, :FIRST]
-    if not _agree(with_later_tokens, backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=True)):
+    without_them = backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=True)
+    if not _agree(with_later_tokens, without_them, _close(model)):
         raise UsageError(
             f"model {type(model).__name__} attends to later tokens: {switches[0]}=False in its config; allowed: True"
         )
@@ -109,7 +109,7 @@ def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
     """
     tokens = a_few_tokens(logits.shape[-1], input_device(model))
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
-    expected, close = logits.nan_to_num(), CLOSE_ELSE if rounded_activations(model) else None
+    expected, close = logits.nan_to_num(), CLOSE_ELSE if rounded_activations(model) else _close(model)
     own_logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     if not _agree(own_logits.nan_to_num(), expected.to(own_logits.dtype), close):
         return True
@@ -157,11 +157,16 @@ def _steps(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
     )
 
 
-def _agree(first: Tensor, second: Tensor, close: float | None = None) -> bool:
-    """True if logits are equal but for rounding; NaN differs from everything. close: by default that of their type.
+def _close(model: Any, in_half_precision: float = CLOSE_ELSE) -> float:
+    """The largest `difference` that is rounding: by the type of the weights, since logits may be float32 anyway."""
+    return CLOSE.get(model.dtype, in_half_precision)
+
+
+def _agree(first: Tensor, second: Tensor, close: float) -> bool:
+    """True if logits are equal but for rounding, a `difference` of up to `close`; NaN differs from everything.
 
     Tokens that both rule out do not count.
     """
     ruled_out = (first < RULED_OUT) & (second < RULED_OUT)
     apart = difference(second.masked_fill(ruled_out, 0.0), first.masked_fill(ruled_out, 0.0))
-    return apart <= (CLOSE.get(first.dtype, CLOSE_ELSE) if close is None else close)
+    return apart <= close

@@ -158,7 +158,7 @@ def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], libra
                     descriptor = sources[entry.file].fileno()
                     failed = library.pack_pieces(descriptor, ctypes.byref(struct), 1, ctypes.byref(counter), 1)
                     if failed >= 0:
-                        raise not_finite(entry) if failed else ends_within(entry)
+                        raise not_finite(entry) if failed == 1 else ends_within(entry)  # 1: see `pack_pieces`
                     rest = panels.numpy().data
                     while rest:
                         count = os.pwrite(output.fileno(), rest, place)

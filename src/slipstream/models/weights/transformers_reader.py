@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.errors import MODEL_ERRORS, SlipstreamError, UsageError, first_line
 from slipstream.models.weights.unused_tensors import refuse_unused
 
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -26,14 +26,8 @@ def reader_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     return (
+        *MODEL_ERRORS,
         OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        AssertionError,
-        RuntimeError,
         ImportError,
         EOFError,
         UnpicklingError,

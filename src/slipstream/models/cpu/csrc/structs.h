@@ -238,8 +238,7 @@ struct expert_slot {
 
 /* Memory for the experts of a model that are in use: `count` slots of `bytes` bytes. An expert is packed when a forward
  * needs it and no slot holds it, in the slot that was used least recently. forwards: how many there were, of all layers;
- * packed: how many experts they packed; failed: 1 if a file could not be read, 2 if its numbers are
- * not finite. */
+ * packed: how many experts they packed; failed: 1 if a file could not be read, 2 if a number in it is not finite. */
 struct expert_store {
     uint8_t *memory;
     struct expert_slot *slots;

@@ -79,13 +79,14 @@ struct packing {
     int64_t format, count, inputs;
     const uint8_t *rows;
     uint8_t *to;
-    _Atomic int32_t holds_infinite; /* or NaN */
+    _Atomic int32_t is_not_finite; /* a number or a scale is infinite or NaN */
 };
 /* Returns 1, or 0 if a number or a scale is infinite or NaN. */
 int32_t pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
 
-/* Packs a piece of a file, in this thread. Not for Windows. UNREAD: the file does not hold it, or there is no memory. */
+/* What became of a piece of a file. UNREAD: the file does not hold all of it, or there is no memory. */
 enum packed { UNREAD, PACKED, NOT_FINITE };
+/* Packs a piece of a file, in this thread. Not for Windows. */
 enum packed pack_piece(int file, const struct file_piece *piece);
 
 /* How the activations of a product are divided: into tiles of so many tokens. in_rows: whether a tile has a row for

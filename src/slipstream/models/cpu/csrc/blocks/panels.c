@@ -177,8 +177,8 @@ static void place_scales(int64_t type, const uint8_t *block, int lane, uint8_t *
     memcpy(to + lane * 2, halves, 2);
 }
 
-/* Whether numbers of `step` bytes have all of these bits, which are those of an exponent: they are infinite or NaN. */
-static int have_exponent(const uint8_t *numbers, int64_t count, int64_t step, uint32_t exponent) {
+/* Whether any of some numbers of `step` bytes is infinite or NaN. exponent: the bits that are all set in such numbers. */
+static int any_not_finite(const uint8_t *numbers, int64_t count, int64_t step, uint32_t exponent) {
     uint32_t any = 0;
     for (int64_t i = 0; step == 4 && i < count; i++) {
         uint32_t number;
@@ -192,17 +192,17 @@ static int have_exponent(const uint8_t *numbers, int64_t count, int64_t step, ui
 }
 
 /* Whether a row has a number, or a block's scale or minimum, that is infinite or NaN. */
-static int row_is_infinite(int64_t format, const uint8_t *row, int64_t inputs) {
+static int row_is_not_finite(int64_t format, const uint8_t *row, int64_t inputs) {
     const int64_t type = format % KINDS, step = file_bytes(format);
     const enum scaling by = CODINGS[coding_of(format)].scaling;
     int any = 0;
-    if (has_numbers(format)) return have_exponent(row, inputs, step, type == F32 ? 0x7F800000 : type == F16 ? 0x7C00 : 0x7F80);
+    if (has_numbers(format)) return any_not_finite(row, inputs, step, type == F32 ? 0x7F800000 : type == F16 ? 0x7C00 : 0x7F80);
     for (int64_t at = 0; at < inputs; at += block_size(format), row += step) {
         if (by == POWERS_OF_2) any |= row[0] == 0xFF;
-        else if (by == FLOATS_WITH_MINIMA) any |= have_exponent(row, 2, 4, 0x7F800000);
+        else if (by == FLOATS_WITH_MINIMA) any |= any_not_finite(row, 2, 4, 0x7F800000);
         else if (by != SMALL_FLOATS) {
             int has_two = by == WITH_MINIMUM || by == BYTES_WITH_MINIMA || type == Q2_K;
-            any |= have_exponent(row + scale_place(type), 1 + has_two, 2, 0x7C00);
+            any |= any_not_finite(row + scale_place(type), 1 + has_two, 2, 0x7C00);
         }
     }
     return any;
@@ -230,7 +230,7 @@ static void pack_panel(int64_t panel, void *given) {
     uint8_t *own = p->to + panel * panel_bytes(p->format, p->inputs);
     for (int64_t number = panel * LANES; number < least(p->count, (panel + 1) * LANES); number++) {
         const uint8_t *row = p->rows + number * row_bytes(p->format, p->inputs);
-        if (row_is_infinite(p->format, row, p->inputs)) atomic_store(&p->holds_infinite, 1);
+        if (row_is_not_finite(p->format, row, p->inputs)) atomic_store(&p->is_not_finite, 1);
         pack_row(p->format, row, p->inputs, (int)(number % LANES), own);
     }
 }
@@ -238,7 +238,7 @@ static void pack_panel(int64_t panel, void *given) {
 int32_t pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared) {
     struct packing packing = {format, count, inputs, rows, to, 0};
     for_each(round_up(count, LANES) / LANES, shared, pack_panel, &packing);
-    return !atomic_load(&packing.holds_infinite);
+    return !atomic_load(&packing.is_not_finite);
 }
 
 /* An output's weights of a panel of codes, by the type's definition, rounded at most once. */
