@@ -48,16 +48,20 @@ def writable(name: str, folder: Path) -> Iterator[None]:
 
 
 def read_measured(kind: str, identity: str, parse: Callable[[dict[str, Any]], Measured]) -> Measured | None:
-    """The values saved under this kind and identity, parsed; None if there are none or, with a warning, if damaged."""
+    """The values saved under this kind and identity, parsed; None if there are none or, with a warning, if damaged.
+
+    Values that are no longer those that were saved count as damaged, so that `parse` need not check them.
+    """
     file = _measured_file(kind, identity)
     if not file.is_file():
         return None
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if values["identity"] != identity:
-            raise ValueError(f"it belongs to {values['identity']!r}")
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        values = saved["values"]
+        if saved["digest"] != _digest(identity, values):
+            raise ValueError("it is not as it was saved")
         return parse(values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.warning("%s is damaged and measured again: %s: %s", file, type(error).__name__, error)
         return None
 
@@ -69,7 +73,13 @@ def save_measured(kind: str, identity: str, values: Mapping[str, Any]) -> None:
     file = _measured_file(kind, identity)
     file.parent.mkdir(parents=True, exist_ok=True)
     with replaced(file) as partial:
-        partial.write_text(json.dumps({**values, "identity": identity}, indent=2), encoding="utf-8")
+        as_read = json.loads(json.dumps(values))  # with keys that are texts
+        saved = {"identity": identity, "digest": _digest(identity, as_read), "values": as_read}
+        partial.write_text(json.dumps(saved, indent=2), encoding="utf-8")
+
+
+def _digest(identity: str, values: Any) -> str:
+    return hashlib.sha256(json.dumps([identity, values], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _measured_file(kind: str, identity: str) -> Path:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.progress import TaskProgressColumn
 
-from slipstream.checks import is_number, is_whole
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.errors import UsageError, os_reason
 from slipstream.models.cache_folder import cache_folder, read_measured, save_measured
@@ -35,14 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("slipstream")
 
 FOLDER = "calibration"  # in the cache folder
-VERSION = 24  # of what calibration tries; what an earlier one found is not used
+VERSION = 25  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 # environment variables by which libraries choose kernels; those of threads are seen in PyTorch's number of threads
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_", "TORCH_")
 THREAD_SETTINGS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NUM_THREADS")
 # settings in a model's configuration that change no number
 NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
-LARGEST = 1 << 30  # size that a calibration may contain
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
@@ -127,7 +125,7 @@ def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max
     """Times of a draft model's steps: cached, or measured and then saved."""
     scored = draft.backend.vocab_size if draft.restricted is None else draft.restricted.num_first
     identity = f"drafts {_identity(draft)} scores {scored} batches to {max_batch_size}"
-    cached = read_measured(FOLDER, identity, _draft_times)
+    cached = read_measured(FOLDER, identity, lambda values: DraftTimes(_times(values["steps"]), values["token"]))
     if cached is not None:
         return cached
     times = measure()
@@ -145,7 +143,7 @@ def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
     cached = read_measured(
         FOLDER,
         identity,
-        lambda values: HeadAgreement(*(values[name] for name in ("declared", "best", "meant", "note"))),
+        lambda values: HeadAgreement(**values),
     )
     if cached is None and (cached := agreement(draft, target)) is not None:
         _save(identity, asdict(cached))
@@ -209,38 +207,15 @@ def _digest(value: object) -> str:
 
 
 def _calibration(values: dict[str, Any]) -> Calibration:
-    widths, together, lengths = (_sizes_of(values[name]) for name in ("widths", "together", "attended_lengths"))
-    (unit,), prompts = _sizes_of([values["attended_unit"]]), bool(values["prompts"])
-    times, totals, experts = _times(values["milliseconds"]), _times(values["totals"]), values["experts"]
-    experts = None if experts is None else _expert_reads(experts)
-    return Calibration(widths, unit, times, prompts, together, lengths, totals, bool(values["every_total"]), experts)
+    sizes = {name: tuple(values[name]) for name in ("widths", "together", "attended_lengths")}
+    times = {name: _times(values[name]) for name in ("milliseconds", "totals")}
+    experts = None if values["experts"] is None else ExpertReads(**values["experts"])
+    return Calibration(**{**values, **sizes, **times, "experts": experts})
 
 
-def _expert_reads(values: dict[str, Any]) -> ExpertReads:
-    reads = ExpertReads(**values)
-    if not (is_whole(reads.count, 2, LARGEST) and is_whole(reads.used, 1, reads.count - 1)):
-        raise ValueError(f"{values!r:.60} are not numbers of experts")
-    if not all(is_number(value) and value >= 0 for value in (reads.milliseconds, reads.exponent)):
-        raise ValueError(f"{values!r:.60} are not the times of experts")
-    return reads
-
-
-def _draft_times(values: dict[str, Any]) -> DraftTimes:
-    if not is_number(token := values["token"]):  # a difference of two times, which noise may make negative
-        raise ValueError(f"{token!r:.40} is not a time")
-    return DraftTimes(_times(values["steps"]), float(token))
-
-
-def _sizes_of(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(is_whole(size, 1, LARGEST) for size in values):
-        raise ValueError(f"{values!r:.40} is not a list of sizes")
-    return tuple(values)
-
-
-def _times(values: dict[str, Any]) -> dict[int, float]:
-    if not all(is_number(ms) and ms > 0 for ms in values.values()):
-        raise ValueError(f"{values!r:.40} are not times")
-    return {int(count): float(ms) for count, ms in values.items()}
+def _times(values: dict[str, float]) -> dict[int, float]:
+    """Times by size; the keys of JSON are texts."""
+    return {int(size): ms for size, ms in values.items()}
 
 
 def _save(identity: str, values: dict[str, Any]) -> None:

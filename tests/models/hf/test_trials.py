@@ -69,7 +69,7 @@ def test_a_model_that_passed_is_loaded_the_same_without_trials(folder: str, trie
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize(
-    "change", ["file", "weights", "configuration", "dtype", "switch", "code", "damage", "depth", "types"]
+    "change", ["file", "weights", "configuration", "dtype", "switch", "code", "damage", "depth", "names"]
 )
 def test_a_trial_is_repeated_when_anything_it_depends_on_changes(
     folder: str, tried: list[Any], change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -98,7 +98,7 @@ def test_a_trial_is_repeated_when_anything_it_depends_on_changes(
     else:
         for file in (tmp_path / "cache" / "trials").iterdir():
             damaged = {"damage": file.read_text()[:9], "depth": "[" * 100_000}
-            file.write_text(damaged.get(change) or json.dumps(json.loads(file.read_text()) | {"passed": [1, "a"]}))
+            file.write_text(damaged.get(change) or file.read_text().replace('"passed": [', '"passed": ["a", '))
     load(folder, options)
     assert len(tried) > before
 

@@ -214,7 +214,7 @@ class PassedTrials:
 
     def __init__(self, identity: str | None = None) -> None:
         self._identity = identity
-        saved = None if identity is None else read_measured("trials", identity, _names)
+        saved = None if identity is None else read_measured("trials", identity, lambda values: set(values["passed"]))
         self._passed: set[str] = saved or set()
 
     def __contains__(self, name: str) -> bool:
@@ -228,13 +228,6 @@ class PassedTrials:
             if self._identity is not None:
                 with suppress(OSError):  # where it cannot be saved, the next process tries again
                     save_measured("trials", self._identity, {"passed": sorted(self._passed)})
-
-
-def _names(values: dict[str, Any]) -> set[str]:
-    names = values["passed"]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{names!r:.60} are not names of trials")
-    return set(names)
 
 
 def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, layer_kind: str) -> PassedTrials:
