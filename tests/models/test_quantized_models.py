@@ -138,6 +138,30 @@ def test_a_configuration_whose_buffers_are_not_finite_is_refused(folder: str, tm
         load(str(tmp_path / "damaged"), LoadOptions())
 
 
+@kernels
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            "num_hidden_layers",
+            1 << 31,
+            r"num_hidden_layers of config.json is 2147483648; allowed: at most \d+, the number",
+        ),
+        ("head_dim", 1 << 31, "by its configuration, inv_freq of .* has 1073741824 numbers"),
+    ],
+)
+def test_a_configuration_that_would_fill_the_memory_is_refused(
+    field: str, value: int, message: str, folder: str, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "damaged")
+    config = json.loads(Path(folder, "config.json").read_text())
+    del config["layer_types"]  # whose number transformers checks
+    (tmp_path / "damaged" / "config.json").write_text(json.dumps(config | {field: value}))
+    for rounding in ("int8", "none") if field == "num_hidden_layers" else ("int8",):
+        with pytest.raises(SlipstreamError, match=message):
+            load(str(tmp_path / "damaged"), LoadOptions(rounding=rounding))
+
+
 def test_models_that_cannot_be_quantized_are_refused(folder: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"quantize='int3'; allowed: none, int4, int8"):
         SpeculativeDecoder("toy", quantize="int3")

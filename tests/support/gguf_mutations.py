@@ -76,8 +76,8 @@ def damage_header(random: Random, parts: Parts) -> bytearray:
     if random.random() < 0.25:
         del content[random.randrange(4, len(content)) :]
     size = min(len(content), len(content) - len(parts.data) or len(content))
-    for _ in range(random.choice((1, 1, 2, 8))):
-        content[random.randrange(4, max(size, 5))] ^= 1 << random.randrange(8)
+    for _ in range(random.choice((1, 1, 2, 8)) if size > 4 else 0):
+        content[random.randrange(4, size)] ^= 1 << random.randrange(8)
     return content
 
 

@@ -14,7 +14,7 @@ from slipstream.models.draft_vocabulary import Restriction
 from slipstream.models.generation_settings import end_ids
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import use_compiled_ops
-from slipstream.models.hf.trials import OwnLogits, passed_trials
+from slipstream.models.hf.trials import OwnLogits, a_few_logits, check_logits, passed_trials
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.quantized_models import QuantizedModel
 from slipstream.models.weights.tokenizer_loading import load_tokenizer
@@ -31,6 +31,8 @@ def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: Q
     backend.ragged = True
     passed = passed_trials(source, quantized.folder, model, options, "in blocks")
     use_compiled_ops(backend, model.plan, model.fused_layers(), OwnLogits(backend, passed))
+    if backend.stack is None:
+        check_logits(a_few_logits(backend))  # of PyTorch's operators, which nothing has tried
     fingerprint = _fingerprint(backend, model)
     head = restriction.apply(by_position=True)
     ends = end_ids(model, backend.vocab_size)

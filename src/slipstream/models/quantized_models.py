@@ -185,7 +185,11 @@ class GGUFFile:
 
     def _filled(self, header: GGUFHeader, folder: Path, activations: str, ahead: PackedAhead) -> Any:
         """The model that `folder` describes; see `block_model.fill`."""
-        planned = planned_model(described_settings(header, folder))
+        settings = described_settings(header, folder)
+        try:
+            planned = planned_model(settings)
+        except reader_errors() as error:  # metadata that no model can have
+            raise unreadable_gguf(header.file, error) from error
         if planned is not None:
             model, calls = planned, planned.linear_calls()
         else:
@@ -290,7 +294,13 @@ class _Checkpoint:
 
     def _empty(self, files: CheckpointFiles) -> Any:
         """The model without weights; its output layer is its own where the files say so against config.json."""
-        model = empty_model(self._config, lambda error: not_loaded(self.source, self.folder, error), self.files)
+
+        def config() -> Any:
+            config = self._config()
+            files.check_layers(config)
+            return config
+
+        model = empty_model(config, lambda error: not_loaded(self.source, self.folder, error), self.files)
         names = [f"{name}.weight" for name, module in model.named_modules() if _is_outermost(module, model)]
         if model.config.tie_word_embeddings and all(name in files for name in names):
             files.used.update(names)
@@ -459,7 +469,7 @@ class RoundedCheckpoint(_Checkpoint):
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
         try:
             model, tensors, files = self._tensors()
-        except NotInBlocksError as error:  # whether in blocks or not, of a damaged configuration
+        except NotInBlocksError as error:  # the configuration is damaged, so it cannot be made in any way
             raise UsageError(
                 f"quantize={self.quantize!r}, but model {self.source!r} cannot be made: {error}; allowed: 'none'"
             ) from error

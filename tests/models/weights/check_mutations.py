@@ -35,7 +35,7 @@ from torch import Tensor
 
 import slipstream.models.pretrained  # noqa: F401 (what the processes would import each)
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.errors import SlipstreamError
+from slipstream.errors import MODEL_ERRORS, SlipstreamError
 from slipstream.models.cpu import huge_pages
 from slipstream.models.cpu.kernel_libraries import block_kernels, kernels
 from slipstream.models.cpu.structs import FORMATS
@@ -100,7 +100,11 @@ def run(source: str, number: int, rounding: str = "none") -> str | None:
     try:
         quantized = None if number % WHOLE == 0 else load_in_blocks(source, options)
         model = load(source, options).model if quantized is None else quantized.model
-        logits = logits_of(model)
+        try:
+            logits = logits_of(model)
+        except MODEL_ERRORS:  # of transformers' code; the trials of a whole load meet them, too
+            load(source, options)
+            raise
         if quantized is not None:
             if not is_finite(logits):
                 loaded = load(source, options)
@@ -113,7 +117,7 @@ def run(source: str, number: int, rounding: str = "none") -> str | None:
                 error = difference(logits_of(exact.model), logits_of(plain))
                 assert error < CLOSE, f"logits differ from transformers' by {error:.3f}"
     except SlipstreamError as error:
-        return one_line(error)
+        return checked_line(error)
     return None
 
 
@@ -134,7 +138,8 @@ def logits_of(model: Any) -> Tensor:
     return logits
 
 
-def one_line(error: SlipstreamError) -> str:
+def checked_line(error: SlipstreamError) -> str:
+    """The message of a refusal, which must be one line of reasonable length."""
     line = str(error)
     assert line and "\n" not in line and len(line) < 5000, line
     return line
@@ -303,7 +308,7 @@ def tokenizer_refusal(folder: Path, number: int) -> str | None:
         tokenizer.bytes_of(size - 1)
         return _rendered(tokenizer)
     except SlipstreamError as error:
-        return one_line(error)
+        return checked_line(error)
 
 
 def _rendered(tokenizer: HFTokenizer) -> str | None:
@@ -315,7 +320,7 @@ def _rendered(tokenizer: HFTokenizer) -> str | None:
                 try:
                     tokenizer.chat_text(messages, ChatForm(tools=tools))
                 except SlipstreamError as error:
-                    line = one_line(error)
+                    line = checked_line(error)
         tokenizer.answer_form()
         tokenizer.call_text()
         tokenizer.template_variables()
@@ -338,7 +343,7 @@ def template_refusal(folder: Path, number: int) -> str | None:
     try:
         return _rendered(HFTokenizer(FileTokenizer(backend, {"eos_token": "<eos>"}, template)))
     except SlipstreamError as error:
-        return one_line(error)
+        return checked_line(error)
 
 
 # files of the cache folder
@@ -386,7 +391,7 @@ def cache_refusal(folder: Path, number: int) -> str | None:
     try:
         text = _generated(Path(model))
     except SlipstreamError as error:
-        return one_line(error)
+        return checked_line(error)
     is_measured = name.startswith(("calibration", "trials"))
     assert not is_measured or text == EXPECTED[model], f"another text: {text}, not {EXPECTED[model]}"
     return None

@@ -289,6 +289,7 @@ def refusal(file: Path) -> str:
         ("gemma4-small", {"skip": ("embedding_length_per_layer_input",)}, "no gemma4.embedding_length_per_layer_input"),
         ("gemma4-small", {"skip": ("blk.3.inp_gate.weight",)}, "has no tensor 'blk.3.inp_gate.weight'"),
         ("lfm2", {"attention.head_count_kv": [0, 2, 4]}, "allowed: 0 for convolutions"),
+        ("llama", {"attention.key_length": 63, "attention.value_length": 63}, "key_length is 63; allowed: an even"),
         ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned is False; allowed: True"),
     ],
 )
@@ -359,13 +360,14 @@ def test_the_usual_factor_of_yarn_may_stand_in_a_file(tmp_path: Path) -> None:
     ("name", "key", "allowed"),
     [
         ("qwen35", "full_attention_interval", "a number from 1"),
-        ("qwen3", "attention.key_length", "a number from 1"),
-        ("granite", "attention.key_length", "a number from 1"),
+        ("qwen3", "attention.key_length", "an even number from 2"),
+        ("granite", "attention.key_length", "an even number from 2"),
+        ("granite", "logit_scale", "a number other than 0"),
     ],
 )
 def test_numbers_that_divide_are_not_0(name: str, key: str, allowed: str, tmp_path: Path) -> None:
-    write_case(tmp_path / "model.gguf", name, CASES[name], **{key: 0})
-    with pytest.raises(SlipstreamError, match=rf"{name}.{key} is 0; allowed: {allowed}"):
+    write_case(tmp_path / "model.gguf", name, CASES[name], **{key: 0.0 if key == "logit_scale" else 0})
+    with pytest.raises(SlipstreamError, match=rf"{name}.{key} is 0(\.0)?; allowed: {allowed}"):
         settings_of(read_header(tmp_path / "model.gguf"))
 
 

@@ -155,6 +155,23 @@ def test_keys_and_values_take_two_bytes_a_number(files: dict[tuple[str, bool], P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compiles_layers", [True, False])  # some sizes of heads are not taken
+def test_logits_that_overflow_are_refused_whatever_computes_them(
+    compiles_layers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiles_layers:
+        monkeypatch.setattr("slipstream.models.planned_models.use_compiled_ops", lambda *arguments: None)
+    file = tmp_path / "large.gguf"
+    write_model(file, num_hidden_layers=1)
+    assert (load(str(file), LoadOptions()).backend.stack is not None) == compiles_layers
+    entry, content = read_header(file).tensors["output_norm.weight"], bytearray(file.read_bytes())
+    content[entry.start : entry.start + 4] = struct.pack("<f", 3e38)
+    file.write_bytes(content)
+    with pytest.raises(SlipstreamError, match="logits that are not finite"):
+        load(str(file), LoadOptions())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", mostly_exhaustive(["int8", "int15"], "int8"))
 def test_texts_are_the_same_with_drafts_and_in_batches(activations: str, files: dict[tuple[str, bool], Path]) -> None:
     decoder = SpeculativeDecoder(str(files["llama", False]), activations=activations, max_batch_size=3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slipstream.errors import one_line
 from slipstream.models.cpu.structs import MAX_GROUPS
 from slipstream.models.decoder.plan import ExpertsPlan, UnknownLayerError, activation_named
 
@@ -16,7 +17,10 @@ def experts_plan(config: Any) -> ExpertsPlan:
     """The experts of a text configuration. Raises `UnknownLayerError` if they are not declared."""
     if (make := MIXTURES.get(config.model_type)) is None:
         raise UnknownLayerError(f"the experts of {config.model_type} are not declared")
-    return make(config)
+    try:
+        return make(config)
+    except (TypeError, ArithmeticError) as error:  # of fields that are null, or 0
+        raise UnknownLayerError(f"its configuration does not fit its experts: {one_line(error)}") from error
 
 
 def _softmax(config: Any, count: int, inner: int, **further: Any) -> ExpertsPlan:

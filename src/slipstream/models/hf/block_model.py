@@ -27,6 +27,8 @@ from slipstream.models.decoder.plan import LatentPlan
 from slipstream.models.weights.model_files import NO_OPTIONS
 from slipstream.models.weights.transformers_reader import from_config, quietly, reader_errors
 
+LARGEST_BUFFER = 1 << 28  # numbers; only damaged configurations ask for more
+
 
 class TensorSource(ExpertTensors, Protocol):
     """What holds a model's tensors, by the names of its parameters."""
@@ -61,15 +63,18 @@ def empty_model(
     try:
         with quietly(), torch.device("meta"):
             model = from_config(make_config(), files, dtype=torch.float32)
+        for module in model.modules():
+            empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+            for name, buffer in empty.items():
+                if buffer.numel() > LARGEST_BUFFER:
+                    sizes = " x ".join(map(str, buffer.shape))
+                    raise ValueError(f"by its configuration, {name} of {type(module).__name__} has {sizes} numbers")
+                unset = float("nan") if buffer.is_floating_point() else 0  # NaN shows what `_init_weights` leaves out
+                module._buffers[name] = torch.full_like(buffer, unset, device="cpu")
+            if empty:
+                model._init_weights(module)
     except reader_errors() as error:
         raise unreadable(error) from error
-    for module in model.modules():
-        empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-        for name, buffer in empty.items():
-            unset = float("nan") if buffer.is_floating_point() else 0  # NaN shows which ones `_init_weights` leaves out
-            module._buffers[name] = torch.full_like(buffer, unset, device="cpu")
-        if empty:
-            model._init_weights(module)
     if unknown := [name for name, buffer in model.named_buffers() if not bool(torch.isfinite(buffer).all())]:
         raise NotInBlocksError(f"{type(model).__name__} does not initialize its buffer {unknown[0]}")
     return model

@@ -112,8 +112,8 @@ def settings_of(header: GGUFHeader) -> Settings:
 def _rotate(metadata: Metadata, settings: Settings, partly: bool) -> None:
     """Check the lengths of heads, and add how much of a head is rotated."""
     size = settings["head_dim"]
-    if not size:
-        raise metadata.wrong("attention.key_length", size, "a number from 1")
+    if not size or size % 2:
+        raise metadata.wrong("attention.key_length", size, "an even number from 2")
     metadata.expect("attention.value_length", size)
     if not partly:
         metadata.expect("rope.dimension_count", size)
@@ -328,10 +328,12 @@ def _smollm3(metadata: Metadata, settings: Settings) -> None:
 
 def _granite(metadata: Metadata, settings: Settings) -> None:
     metadata.expect("rope.scaling.finetuned", True)  # false: no rotation at all
-    _multipliers(settings)
+    _multipliers(metadata, settings)
 
 
-def _multipliers(settings: Settings) -> None:
+def _multipliers(metadata: Metadata, settings: Settings) -> None:
+    if not settings["logits_scaling"]:
+        raise metadata.wrong("logit_scale", settings["logits_scaling"], "a number other than 0")
     for name in ("embedding_multiplier", "residual_multiplier"):
         settings[name] = settings[name] or 1.0  # 0: not multiplied
     settings["attention_multiplier"] = settings["attention_multiplier"] or settings["head_dim"] ** -0.5
@@ -488,7 +490,7 @@ def _mamba(metadata: Metadata, settings: Settings) -> None:
     }
     shared = metadata.value("expert_shared_feed_forward_length", int, 0)
     settings["shared_intermediate_size"] = shared or settings["intermediate_size"]
-    _multipliers(settings)
+    _multipliers(metadata, settings)
 
 
 GRANITE = DENSE | {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checks import is_whole
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cpu.block_experts import ExpertStacks, stacks_of_single_experts
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.grouped_blocks import CENTER, GroupedMatrix, NotInBlocksError, number_format
@@ -198,9 +198,15 @@ class PackedMatrices:
 
         Raises `SlipstreamError` where its tensors are missing, damaged or not known.
         """
-        readers = (read for ending, read in self._readers().items() if f"{module}.{ending}" in self.files)
-        read = next(readers, None)
-        return None if read is None else read(module, *shape)
+        readers = (item for item in self._readers().items() if f"{module}.{item[0]}" in self.files)
+        ending, read = next(readers, ("", None))
+        if read is None:
+            return None
+        try:
+            return read(module, *shape)
+        except RuntimeError as error:  # of tensors whose sizes contradict each other
+            what = f"does not fit the other tensors of its layer ({one_line(error)})"
+            raise self.files.wrong(f"{module}.{ending}", what, "tensors of one quantized matrix") from error
 
     def modules(self) -> dict[str, tuple[int, int]]:
         """The quantized layers, with their outputs and inputs."""

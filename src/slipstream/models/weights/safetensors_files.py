@@ -131,6 +131,15 @@ class CheckpointFiles:
         tensor: Tensor = (file or self._files[name]).get_tensor(self._places[name][0])
         return tensor
 
+    def check_layers(self, config: Any) -> None:
+        """Refuse a configuration with more layers than there are tensors, before the layers are made."""
+        num_layers = getattr(config.get_text_config(), "num_hidden_layers", None) or 0
+        if num_layers > len(self.shapes):
+            raise SlipstreamError(
+                f"model {self.source!r}: num_hidden_layers of config.json is {num_layers}; allowed: at most "
+                f"{len(self.shapes)}, the number of its tensors"
+            )
+
     def check_unused(self, ignored: Iterable[str] = ()) -> None:
         """Refuse unused tensors, except biases of zeros, which some quantizers add; see `refuse_unused`."""
         unused = self.shapes.keys() - self.used
@@ -178,14 +187,16 @@ class CheckpointFiles:
         return header, 8 + length
 
 
-def check_not_quantized(source: str, folder: str, options: Mapping[str, Any]) -> None:
-    """Refuse matrices of integers or of 8-bit numbers, which transformers would take for the weights themselves.
+def check_plain(source: str, folder: str, config: Any, options: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that transformers would misread.
 
-    Files without matrices in safetensors are not looked at. Masks have four dimensions.
+    It takes matrices of integers or of 8-bit numbers for the weights themselves, and makes all layers that config.json
+    asks for, though they fill the memory. Only files in safetensors are looked at. Masks have four dimensions.
     """
     if not any(file_of(folder, name, options) for name in (SINGLE, INDEX)):
         return
     files = CheckpointFiles(source, folder, options)
+    files.check_layers(config)
     for name, shape in files.shapes.items():
         if len(shape) in (2, 3) and files.kinds[name] not in PLAIN:
             raise files.wrong(
