@@ -18,7 +18,7 @@ from slipstream.models.weights.adapters import Adapter, adapter_at
 from slipstream.models.weights.model_files import is_gguf, not_loaded
 from slipstream.models.weights.quantized_checkpoint import METHODS
 from slipstream.models.weights.resolve import resolve
-from slipstream.models.weights.safetensors_files import INDEX, SINGLE, CheckpointFiles, check_plain, file_of
+from slipstream.models.weights.safetensors_files import INDEX, SINGLE, CheckpointFiles, check_not_quantized, file_of
 from slipstream.models.weights.transformers_reader import (
     DTYPES,
     auto_class,
@@ -74,7 +74,7 @@ def _check_quantization(source: str, folder: str, config: Any, options: LoadOpti
     quantization: Any = getattr(config, "quantization_config", None)
     if "quantization_config" in options.extra or is_applied_by_transformers(quantization):
         if not is_quantized(config, options):
-            check_plain(source, folder, config, options.files)
+            check_not_quantized(source, folder, options.files)
         return
     raise SlipstreamError(
         f"model {source!r}: quantization_config.quant_method of config.json is {quantization['quant_method']!r}, which "

@@ -57,7 +57,7 @@ from slipstream.models.weights.quantized_checkpoint import (
     unpacked_weights,
 )
 from slipstream.models.weights.resolve import resolve
-from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles, file_of, located
+from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles, check_layers, file_of, located
 from slipstream.models.weights.transformers_reader import (
     DTYPES,
     check_weights,
@@ -210,6 +210,7 @@ def checkpoint_of(source: str, options: LoadOptions) -> QuantizedCheckpoint | Ro
         return None
     folder = resolve(source, options.extra)
     config = _configuration(folder, options)
+    check_layers(source, folder, config, options.files)
     parts = [part for part in PARTS if isinstance(config.get(part), dict)]
     if options.rounding == "none":
         # transformers renames the weights of models with more parts as it reads them
@@ -294,13 +295,7 @@ class _Checkpoint:
 
     def _empty(self, files: CheckpointFiles) -> Any:
         """The model without weights; its output layer is its own where the files say so against config.json."""
-
-        def config() -> Any:
-            config = self._config()
-            files.check_layers(config)
-            return config
-
-        model = empty_model(config, lambda error: not_loaded(self.source, self.folder, error), self.files)
+        model = empty_model(self._config, lambda error: not_loaded(self.source, self.folder, error), self.files)
         names = [f"{name}.weight" for name, module in model.named_modules() if _is_outermost(module, model)]
         if model.config.tie_word_embeddings and all(name in files for name in names):
             files.used.update(names)

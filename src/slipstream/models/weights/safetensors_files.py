@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from slipstream.checks import is_whole
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.cpu.structs import BY_NAME
 from slipstream.models.weights.gguf_file import TensorEntry
@@ -27,6 +28,7 @@ LANGUAGE_PART = (
     (re.compile(r"^(?:model\.language_model|language_model\.model)\."), "model."),
     (re.compile(r"^language_model\.lm_head\."), "lm_head."),
 )
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # fields of configurations
 MAX_HEADER = 100_000_000  # bytes, as the safetensors package has it
 
 
@@ -131,15 +133,6 @@ class CheckpointFiles:
         tensor: Tensor = (file or self._files[name]).get_tensor(self._places[name][0])
         return tensor
 
-    def check_layers(self, config: Any) -> None:
-        """Refuse a configuration with more layers than there are tensors, before the layers are made."""
-        num_layers = getattr(config.get_text_config(), "num_hidden_layers", None) or 0
-        if num_layers > len(self.shapes):
-            raise SlipstreamError(
-                f"model {self.source!r}: num_hidden_layers of config.json is {num_layers}; allowed: at most "
-                f"{len(self.shapes)}, the number of its tensors"
-            )
-
     def check_unused(self, ignored: Iterable[str] = ()) -> None:
         """Refuse unused tensors, except biases of zeros, which some quantizers add; see `refuse_unused`."""
         unused = self.shapes.keys() - self.used
@@ -187,16 +180,31 @@ class CheckpointFiles:
         return header, 8 + length
 
 
-def check_plain(source: str, folder: str, config: Any, options: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that transformers would misread.
+def check_layers(source: str, folder: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuse a config.json with more layers than the files have tensors: making them would fill the memory.
 
-    It takes matrices of integers or of 8-bit numbers for the weights themselves, and makes all layers that config.json
-    asks for, though they fill the memory. Only files in safetensors are looked at. Masks have four dimensions.
+    Files without matrices in safetensors are not looked at.
+    """
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    given = ((part.get(name), name) for part in parts for name in LAYER_COUNTS)
+    count, name = max(((count, name) for count, name in given if is_whole(count)), default=(0, ""))
+    if count > 1 and any(file_of(folder, file, options) for file in (SINGLE, INDEX)):
+        num_tensors = len(CheckpointFiles(source, folder, options).shapes)
+        if count > num_tensors:
+            raise SlipstreamError(
+                f"model {source!r}: {name} of config.json is {count}; allowed: at most {num_tensors}, the number of "
+                "its tensors"
+            )
+
+
+def check_not_quantized(source: str, folder: str, options: Mapping[str, Any]) -> None:
+    """Refuse matrices of integers or of 8-bit numbers, which transformers would take for the weights themselves.
+
+    Files without matrices in safetensors are not looked at. Masks have four dimensions.
     """
     if not any(file_of(folder, name, options) for name in (SINGLE, INDEX)):
         return
     files = CheckpointFiles(source, folder, options)
-    files.check_layers(config)
     for name, shape in files.shapes.items():
         if len(shape) in (2, 3) and files.kinds[name] not in PLAIN:
             raise files.wrong(
