@@ -75,7 +75,7 @@ class Engine:
             read_before = 0 if self._experts is None else self._experts.num_read()
             drafted = self.now()
             if batch.is_greedy and draft.parents is None and rule_for(self.acceptance, draft).distributions is None:
-                verdict = self.target.verify_greedy(rows, draft.tokens, draft.lengths)  # the argmax alone decides
+                verdict = self.target.verify_greedy(rows, draft)  # the argmax alone decides
                 verified = self.now()
             else:
                 if draft.parents is None:
@@ -133,9 +133,10 @@ class Engine:
         The row's own `num_draft_tokens`, the target's forward shapes and forced tokens limit it too. 0 in a first round
         whose token comes from the prompt's logits.
         """
-        longest = self.target.table.longest_draft(rows)
+        table = self.target.table
+        longest = table.longest_draft(rows)
         limit = MAX_DRAFT_TOKENS if longest is None else min(longest, MAX_DRAFT_TOKENS)
-        first_drafts = not self.target.returns_prompt_logits
+        first_drafts = not table.returns_prompt_logits
         room = [max(0, min(limit, row.remaining - 1)) if row.rounds or first_drafts else 0 for row in rows]
         for place, row in enumerate(rows):
             if row.params.num_draft_tokens is not None:
@@ -221,7 +222,7 @@ class Batch:
         failures = self.sampler.failures
         for place, (row, outcome) in enumerate(zip(self.rows, outcomes, strict=True)):
             try:
-                self._commit_row(place, outcome, *failures.get(place, (len(outcome.draft) + 1, None)))
+                self._commit_row(place, outcome, failures.get(place))
                 if self.logits is not None and row.params.logprobs is not None:
                     logits = self.logits[place]
                     if outcome.path is not None:
@@ -267,13 +268,14 @@ class Batch:
             )
         return [row.rounds[-1] for row in self.rows]
 
-    def _commit_row(self, place: int, outcome: RowOutcome, position: int, error: Exception | None) -> None:
+    def _commit_row(self, place: int, outcome: RowOutcome, failure: tuple[int, Exception] | None) -> None:
         """Append what was accepted of a row's draft, and the next token.
 
-        position, error: where the row's own logits processors failed first. There the row fails, as plain decoding
-        would; what was accepted before is committed.
+        failure: the first position at which the row's own logits processors raised, and what they raised. The row fails
+        there, as in plain decoding; tokens accepted before it are committed.
         """
         row, accepted = self.rows[place], outcome.accepted
+        position, error = failure or (len(outcome.draft) + 1, None)
         if row.error is not None:  # its drafter has failed
             row.fail(row.error)
             return

@@ -56,11 +56,6 @@ class Session(DraftScorer):
         return self.table.prefill_tokens
 
     @property
-    def returns_prompt_logits(self) -> bool:
-        """True if the forwards that read a new prompt can return the logits after it."""
-        return self.table.returns_prompt_logits
-
-    @property
     def longest_draft(self) -> int | None:
         """The longest draft whose round fits the allowed widths; None if there is no limit."""
         return max(0, self.shapes.widths[-1] - CATCH_UP) if self.shapes.widths else None
@@ -222,21 +217,22 @@ class Session(DraftScorer):
                 self.table.audit.write(slot, len(row.tokens), tokens[slot, : steps - 1].tolist())
         return tokens
 
-    def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict:
+    def verify_greedy(self, rows: Sequence[Row], draft: Draft) -> Verdict:
         """`score`, argmax and the longest matching prefix; in one call where the backend has `GreedyRounds`.
 
         The rows have been prefilled.
         """
-        backend, width = self.backend, draft.shape[1]
-        batch = self._input_batch(rows, draft, width + 1)
-        if not isinstance(backend, GreedyRounds):
-            best = self.layout.best(self.table, batch, draft, lengths)
-            self.table.note_cached(rows, lengths)
-            return match(best.to(draft.device, non_blocking=True), Draft(draft, tuple(lengths)))
-        inputs = batch.padded(draft, self.table)
-        table = backend.verify_greedy(inputs, batch.starts, batch.counts, lengths, width=width)
+        backend, tokens, lengths = self.backend, draft.tokens, draft.lengths
+        batch = self._input_batch(rows, tokens, draft.width + 1)
+        if isinstance(backend, GreedyRounds):
+            inputs = batch.padded(tokens, self.table)
+            table = backend.verify_greedy(inputs, batch.starts, batch.counts, lengths, width=draft.width)
+            verdict = Verdict(table[:, 0], table[:, 1])
+        else:
+            best = self.layout.best(self.table, batch, tokens, lengths)
+            verdict = match(best.to(tokens.device, non_blocking=True), draft)
         self.table.note_cached(rows, lengths)
-        return Verdict(table[:, 0], table[:, 1])
+        return verdict
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         """Note that only the first lengths[i] of the tokens scored for row i in this round are its draft."""

@@ -198,7 +198,7 @@ class Planner:
         """The most tokens that can pay; `worth_verifying` cuts drafts to those that do."""
         longest = min(self.longest, max(IN_BATCH, self.longest // max(len(rows), 1)))
         if source.takes_forwards:
-            offers = [probs or () for probs in draft.acceptance_probs]
+            offers = [record.acceptance_probs or () for record in draft.records]
             chosen = self.model_lengths(rows, offers, [min(longest, self.room, n) for n in room])
         else:
             is_asked = source.of_predictions or self._searches(rows)
@@ -322,11 +322,12 @@ class Planner:
         return any(self._plan_of(row).retrieval.is_due for row in rows)
 
     def _learn(self, row: Row, *, is_of_model: bool) -> None:
-        newest, plan = row.rounds[-1], self._rows.setdefault(row, RowPlan(share_left=self._share_left))
+        newest = row.rounds[-1]
+        plan = self._rows[row] = self._plan_of(row)
         unforced = newest.without_forced
         accepted = unforced.num_accepted_tokens
         if is_of_model:
-            self.model_drafts.learn(row)
+            self.model_drafts.learn(row, unforced)
         elif newest.origin.source != PREDICTION:
             if newest.origin.acceptance_probs is None and unforced.draft:
                 self._positions.learn(row, unforced, len(unforced.chain))

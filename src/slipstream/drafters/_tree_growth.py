@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from slipstream.core.rounds import RETRIEVAL
+from slipstream.core.rounds import RETRIEVAL, RowDraft
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 
@@ -101,13 +101,15 @@ def draft_of(
 
     lengths: numbers of requested tokens. has_probs: the nodes' probabilities mean something.
     """
-    probs = [[node.prob for node in nodes] for nodes in trees] if has_probs else None
-    draft = Draft.from_lists([[node.token for node in nodes] for nodes in trees], device, probs)
-    rows = tuple(replace(row, source=RETRIEVAL if n else "") for row, n in zip(draft.records, lengths, strict=True))
-    draft = replace(draft, rows=rows)
-    if all(node.parent == index - 1 for nodes in trees for index, node in enumerate(nodes)):
-        return draft
-    return replace(draft, parents=tuple(tuple(node.parent for node in nodes) for nodes in trees))
+    rows = tuple(
+        RowDraft(RETRIEVAL if n else "", [node.prob for node in nodes] if has_probs else None)
+        for nodes, n in zip(trees, lengths, strict=True)
+    )
+    branches = any(node.parent != index - 1 for nodes in trees for index, node in enumerate(nodes))
+    parents = tuple(tuple(node.parent for node in nodes) for nodes in trees) if branches else None
+    return replace(
+        Draft.from_lists([[node.token for node in nodes] for nodes in trees], device), rows=rows, parents=parents
+    )
 
 
 def learn(acceptance_model: AcceptanceModel, row: Row, start: int, nodes: Sequence[Node]) -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -107,24 +107,28 @@ class ExclusiveUse:
             lock.lock.release()
 
     @contextmanager
-    def step_of(self, user: object) -> Iterator[bool]:
-        """A step of decoding; yields whether another user made the last one. UsageError if it begins within another.
+    def step_of(self, user: object, prepare: Callable[[], None]) -> Iterator[None]:
+        """A step of decoding, with exclusive use. UsageError if it begins within another step.
 
-        The lock cannot refuse that: a drafter or logits processor that decodes does so in the thread that holds it.
+        prepare: called first if another user made the last step.
+        The lock cannot refuse a step within a step: a drafter that decodes does so in the thread that holds the lock.
         """
-        if any(lock.stepping for lock in self._locks):
-            raise UsageError(
-                "a drafter, logits processor or signal handler decodes with models that are in the middle of a step; "
-                "allowed: a decoder over other models"
-            )
-        changed = any(lock.user is not user for lock in self._locks)
-        for lock in self._locks:
-            lock.user, lock.stepping = user, True
-        try:
-            yield changed
-        finally:
+        with self:
+            if any(lock.stepping for lock in self._locks):
+                raise UsageError(
+                    "a drafter, logits processor or signal handler decodes with models that are in the middle of a "
+                    "step; allowed: a decoder over other models"
+                )
+            changed = any(lock.user is not user for lock in self._locks)
             for lock in self._locks:
-                lock.stepping = False
+                lock.user, lock.stepping = user, True
+            try:
+                if changed:
+                    prepare()
+                yield
+            finally:
+                for lock in self._locks:
+                    lock.stepping = False
 
 
 def _may_be_forked() -> bool:

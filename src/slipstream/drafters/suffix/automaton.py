@@ -145,17 +145,19 @@ class SuffixAutomaton:
         occurrences: how often the match is taken to occur.
         """
         state, length = match
-        tokens, targets, count, link = self._token, self._target, self._count, self._link
+        tokens, targets, count = self._token, self._target, self._count
+        link, lengths = self._link, self._length
         while True:
             while state and tokens[state] < 0:  # as `followed`
                 state = link[state]
-                length, occurrences = self._length[state], count[state]
+                length, occurrences = lengths[state], count[state]
             if not state:
                 return
             target = targets[state]
             yield Step(tokens[state], length, count[target], occurrences)
-            length = min(length + 1, LIMIT)
-            state = self._holding(target, length)
+            state, length = target, min(length + 1, LIMIT)
+            while state and lengths[link[state]] >= length:  # as `_holding`
+                state = link[state]
             occurrences = count[state]
 
     def follow(self, match: Match, occurrences: int, length: int, threshold: float) -> list[int]:
