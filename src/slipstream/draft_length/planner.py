@@ -80,7 +80,7 @@ class Worth(NamedTuple):
         return list(accumulate(map(mul, worths, probs), min))
 
 
-def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float]) -> list[Worth]:
+def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int, int], float]) -> list[Worth]:
     """The value of one more token, for each row.
 
     For a caller who waits for all rows of a call, one more token of the row that ends last saves a whole round; one of
@@ -88,7 +88,7 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float]) -> lis
     verifying, and those of the row behind are worth more than usual. Everywhere else tokens are worth the same. The
     further limits are beyond a typical length, the less is known about which row ends last.
 
-    seconds: number of rows -> seconds of a forward without drafts.
+    seconds: (number of rows, longest draft) -> seconds of a forward.
     """
     call = rows[0].call_rows if rows else ()
     if len(rows) < 2 or not call or any(row.call_rows is not call for row in rows):
@@ -98,8 +98,8 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float]) -> lis
     paces = [(len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]  # rounds per token
     tokens_left = [0 if row.finish_reason else min(row.remaining, TYPICAL) for row in rows]
     rounds_left = [tokens * pace for tokens, pace in zip(tokens_left, paces, strict=True)]
-    total, longest = seconds(len(rows)), max(1.0, *rounds_left)
-    base = min(1.0, max(0.0, (total - seconds(len(rows) - 1)) * len(rows) / total))
+    total, longest = seconds(len(rows), 0), max(1.0, *rounds_left)
+    base = min(1.0, max(0.0, (total - seconds(len(rows) - 1, 0)) * len(rows) / total))
     # where texts end long before their limits, their ends are spread as far as they are long
     open_ended = max(0.0, 1 - TYPICAL / max(1, *(row.remaining for row in rows)))
     spread = (SPREAD + open_ended) * longest
@@ -239,7 +239,7 @@ class Planner:
         ahead = drafted + 1 if len(rows) < batch else 0  # if every row drafts, none gets ahead
         gain = sum(
             worth.of(ahead) * self.model_drafts.chance_of_next(row, row_chances)
-            for worth, row, row_chances in zip(self._worth(rows), rows, chances, strict=True)
+            for worth, row, row_chances in zip(worth_of_tokens(rows, self.costs.verify), rows, chances, strict=True)
         )
         seconds = partial(self.costs.verify, batch)
         wider = seconds(drafted + 1, (drafted + 1) * len(rows)) - seconds(drafted, drafted * len(rows))
@@ -265,7 +265,9 @@ class Planner:
         chosen, _ = best_lengths(
             [
                 worth.of_draft(probs or (), row_depths, common)
-                for worth, probs, row_depths in zip(self._worth(rows), offers, depths_of_rows, strict=True)
+                for worth, probs, row_depths in zip(
+                    worth_of_tokens(rows, self.costs.verify), offers, depths_of_rows, strict=True
+                )
             ],
             lambda longest, drafted: self.costs.verify(len(rows), max(longest, longest_uncut), drafted + num_uncut),
             len(rows) + accepted_uncut,
@@ -357,7 +359,7 @@ class Planner:
         accepted = [round.num_accepted_tokens for round in rounds]
         tokens = sum(
             sum(worth.of_draft([1.0] * n, range(n), min(accepted)))
-            for worth, n in zip(self._worth(rows), accepted, strict=True)
+            for worth, n in zip(worth_of_tokens(rows, self.costs.verify), accepted, strict=True)
         )
         plain = self.costs.verify(count, 0)
         token_seconds = plain / count  # without drafts, which is what one more accepted token saves
@@ -376,9 +378,6 @@ class Planner:
     def _plan_of(self, row: Row) -> RowPlan:
         plan = self._rows.get(row)
         return RowPlan(share_left=self._share_left) if plan is None else plan
-
-    def _worth(self, rows: Sequence[Row]) -> list[Worth]:
-        return worth_of_tokens(rows, partial(self.costs.verify, longest=0))
 
     def _has_read(self, row: Row) -> bool:
         return not self.reads or row in self._read or self.has_cached(row)

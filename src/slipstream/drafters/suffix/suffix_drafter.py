@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from math import exp
 from pathlib import Path
@@ -281,7 +281,7 @@ class SuffixDrafter:
         if not branches:
             return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length, least=self.least)
         kinds = len(BY_LENGTH) * AGREED
-        likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, kinds, ranks=2)
+        likely = Alternatives(cache(acceptance_model.chances(row)), 1 + branches, kinds, ranks=2)
         return grown(
             lambda place, prob: likely.followers(candidates(automaton, place), prob),
             (match, occurrences),
