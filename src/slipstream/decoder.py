@@ -169,7 +169,7 @@ class SpeculativeDecoder:
     def __reduce__(self) -> NoReturn:
         raise UsageError(
             "a SpeculativeDecoder holds loaded models and cannot be pickled or deep-copied; allowed: to pickle its "
-            "arguments (the models' names and decoder.config) and make the decoder anew, or decoder.using() for "
+            "arguments (the models' names and decoder.config) and make another decoder, or decoder.using() for "
             "another one over the same models"
         )
 

@@ -148,10 +148,10 @@ class Source:
 
 
 class PlainTimes(Protocol):
-    """Knows what steps take without drafts."""
+    """Estimates how long steps would take without drafts."""
 
     def plain_seconds(self, lengths: Sequence[int], seconds: Seconds) -> float | None:
-        """Seconds that plain decoding would have taken for a step, about, prompts not counted; None if not measured.
+        """About how many seconds plain decoding would have taken for a step without prompts; None if not measured.
 
         lengths: number of draft tokens of each row; seconds: what the step took.
         """
@@ -184,7 +184,7 @@ class Policy(Protocol):
 
     @property
     def plain_times(self) -> PlainTimes | None:
-        """What steps take without drafts, if the policy has measured that."""
+        """Estimates how long steps would take without drafts; None if the policy has not measured that."""
         return None
 
 

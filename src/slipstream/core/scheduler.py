@@ -16,7 +16,8 @@ from slipstream.core.types import Row
 
 PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
 IDLE_BUDGETS = 8  # budgets that a step reads while no row is being decoded, but others may come
-QUICK_SHARE = 4  # a row that lacks this share of what the first one lacks is read in every other step
+# in every other step, a row that lacks at most one in this many of the tokens that the first row lacks is read first
+QUICK_SHARE = 4
 
 
 class Scheduler:

@@ -151,7 +151,7 @@ class Session(DraftScorer):
 
     @property
     def branches(self) -> bool:
-        """True if trees can be verified, if they are small enough."""
+        """True if trees that are small enough can be verified."""
         trees = self._trees
         return trees is not None and trees.branching and (trees.flat or not self.shapes.widths)
 
@@ -259,7 +259,7 @@ class InputBatch:
 
     starts: list[int]  # the position from which each row's tokens are written
     missing: list[list[int]]  # committed tokens of each row
-    fed: list[int]  # of the draft's columns that follow, the first that are cached already
+    fed: list[int]  # for each row, how many of the draft's first columns are cached already
     drafted: int  # columns of the draft
     counts: list[int]  # real columns of each row if all rows take the whole width of the draft
     width: int  # of a forward in which all rows take as many tokens, padding included

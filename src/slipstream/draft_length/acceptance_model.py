@@ -26,10 +26,10 @@ class AcceptanceModel:
 
     log-odds(accepted) = weight of the kind (at first its prior's log-odds) + weight of the row (at first 0). Each token
     moves both weights by a step against the error of its prediction: stochastic gradient descent on the log-loss. A
-    kind's first steps are larger (one over its precision), as a draft model may be sure of all it drafts, and wrong.
+    kind's first steps are larger (one over its precision), because a draft model can be confidently wrong.
 
-    prior: each kind's probability before anything is learned. shared: whether kinds learn, from all rows; if not, a
-    row's probabilities depend on that row alone. row_step: the step of a row's weight.
+    prior: each kind's probability before anything is learned. shared: the kinds' weights are learned, from all rows; if
+    False, a row's probabilities depend on that row alone. row_step: the step of a row's weight.
     """
 
     def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = 0.2) -> None:
@@ -49,7 +49,7 @@ class AcceptanceModel:
         return lambda kind: 1 / (1 + exp(-weight - kinds[kind]))
 
     def learn(self, row: Row, kinds: Sequence[int], drafted: Sequence[int], text: Sequence[int]) -> None:
-        """Compare a draft with the text at its place: its tokens count as accepted up to the first that differs.
+        """Compare a draft with the text that came in its place: tokens count as accepted up to the first that differs.
 
         kinds: of the drafted tokens. text: may be shorter or longer than the draft.
         """
@@ -129,7 +129,7 @@ class ModelDrafts:
         return self._rows.get(row, self._all)
 
     def relax(self) -> None:
-        """Move the yield of new rows towards the first guess, because a draft model that is not used shows nothing."""
+        """Move the yield of new rows towards the first guess, because an unused draft model gives no evidence."""
         self._all = self._all.towards(FIRST_YIELD, weight=0.02)
 
     def chance_of_next(self, row: Row, chances: Sequence[float]) -> float:

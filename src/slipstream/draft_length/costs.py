@@ -24,7 +24,7 @@ SPEED = 0.4  # share of a surprise that corrects the machine's speed
 SHAPE = 0.07  # share of a surprise that corrects the shape
 # assumed without a calibration, as shares of a forward of one token: a further token, a step of the draft model
 COLUMN, STEP = 0.04, 0.25
-ROW = 0.5  # what each further row adds to such a step, as a share of it
+ROW = 0.5  # each further row adds this share to a step of the draft model
 
 
 def between(measured: Mapping[int, float], tokens: int) -> float:
@@ -196,7 +196,7 @@ class CostModel:
         return self.drafting(rows)[0]
 
     def drafting(self, rows: int) -> tuple[float, float]:
-        """Seconds of a step of the draft model, and of the rest of a draft: search, planning, weights into the caches.
+        """Seconds of each step of the draft model, and of the rest of a draft: search, planning, cold caches.
 
         Both are estimated from the latest drafts of the nearest number of rows; a step takes no more than calibrated.
         """

@@ -35,7 +35,7 @@ from slipstream.draft_length.costs import CostModel, best_lengths
 LONGEST, IN_BATCH = 63, 15  # most tokens of a retrieval draft: of a row alone, and of each in a large batch
 STEPS = 8  # most steps of a draft model in a round
 SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried again
-# the share of tokens that retrieval leaves to the draft model is averaged over this many tokens of a row, or of all
+# `RowPlan.share_left` is averaged over this many tokens of a row, and for new rows over this many of all rows
 OWN_TOKENS, ALL_TOKENS = 16, 128
 SEARCHES = 32  # the seconds that searches take and save are averaged over this many searches of a row
 PACED = 12  # a row's pace is estimated as if it had had this many more rounds, of one token each
@@ -110,7 +110,7 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int, int], float]) -
 def lengths_without_costs(lengths: Sequence[int], draft: Draft, room: Sequence[int]) -> list[int]:
     """These lengths as far as there is room, but 0 for rows whose draft so far promises enough.
 
-    It must be expected to add 1.2 tokens, or 60 % of a short draft.
+    Enough is 1.2 expected tokens, or 60 % of the length if that is less.
     """
     limited = map(min, lengths, room)
     return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(limited, draft.promised, strict=True)]
@@ -143,7 +143,7 @@ class RowPlan:
 
     model: Pause = field(default_factory=Pause)
     retrieval: Pause = field(default_factory=Pause)
-    # share of tokens that retrieval leaves to the draft model, because in their rounds it brings less than that would
+    # share of the tokens that came in rounds in which retrieval brought fewer than the draft model would have
     share_left: float = 1.0
 
 
@@ -158,9 +158,7 @@ class Planner:
     only_model: bool = False  # nothing else drafts but predictions
     reads: bool = True  # the draft model must read a row's tokens before its first draft
     is_plain: bool = False  # nothing drafts but predictions
-    fixed_length: int = (
-        0  # tokens for rows that `is_fixed`, whatever they cost, so that a seed gives the same text again
-    )
+    fixed_length: int = 0  # tokens for rows that `is_fixed`, whatever they cost: a seed gives the same text again
     is_fixed: Callable[[Row], bool] = lambda row: False  # the row's output depends on its drafts
     has_cached: Callable[[Row], bool] = lambda row: False  # the draft model has read the row's tokens ahead
     to_read: Callable[[Row], int] = lambda row: len(row.tokens)  # tokens of a row that the draft model reads
@@ -297,7 +295,7 @@ class Planner:
         self, rows: Sequence[Row], drafting: Sequence[Row], unread: Sequence[Row], rate: float, other_rate: float
     ) -> bool:
         """True if drafting with the model, at `rate`, saves more time than reading the rows it has not read takes."""
-        # tokens that retrieval does not leave to the draft model save nothing
+        # the draft model saves nothing on tokens for which retrieval does as well (`RowPlan.share_left`)
         tokens = fmean(self._plan_of(row).share_left for row in drafting) * sum(
             min(row.remaining, TYPICAL) for row in rows
         )

@@ -99,7 +99,7 @@ def draft_of(
 ) -> Draft:
     """A draft of one tree per row; without branches a chain.
 
-    lengths: numbers of requested tokens. has_probs: the nodes' probabilities mean something.
+    lengths: numbers of requested tokens. has_probs: the nodes' probabilities are estimates, not placeholders.
     """
     rows = tuple(
         RowDraft(RETRIEVAL if n else "", [node.prob for node in nodes] if has_probs else None)
@@ -117,7 +117,7 @@ def learn(acceptance_model: AcceptanceModel, row: Row, start: int, nodes: Sequen
 
     The text may be shorter or longer than the tree.
     """
-    current = -1
+    current = -1  # the node that the text has reached
     for actual in row.tokens[start:]:
         for number in range(current + 1, len(nodes)):
             parent, token, kind, _ = nodes[number]

@@ -3,7 +3,7 @@
 A model's layers, its KV cache and the workspace of compiled kernels are shared by every decoder over it, so the lock
 stays with the model itself.
 
-In a forked process PyTorch may wait for ever: GNU's OpenMP expects threads that only the parent process had.
+In a forked process PyTorch may wait forever: GNU's OpenMP expects threads that only the parent process had.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ExclusiveUse:
         if _may_be_forked() and not threads_work(os.getpid(), torch.get_num_threads()):
             raise UsageError(
                 f"process {os.getpid()} was forked from one in which PyTorch had computed with several threads; they "
-                f"are gone, and PyTorch would wait for them for ever; {_ALLOWED}, or torch.set_num_threads(1) here"
+                f"are gone, and PyTorch would wait for them forever; {_ALLOWED}, or torch.set_num_threads(1) here"
             )
         # everybody takes several locks in the same order, so that two threads cannot wait for each other
         self._locks = sorted({lock_of(model) for model in models}, key=id)
@@ -145,7 +145,7 @@ def threads_work(process: int, threads: int) -> bool:
     if threads == 1:
         return True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside other threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking while other threads run
         trial = os.fork()
     if trial == 0:
         try:

@@ -29,7 +29,7 @@ HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 27
 
 
 class Sampler:
-    """The sampling options of the rows of one batch, as tensors; made anew whenever the rows change."""
+    """The sampling options of the rows of one batch, as tensors; another one is made whenever the rows change."""
 
     def __init__(self, rows: Sequence[Row], race: Race, vocab_size: int, device: torch.device) -> None:
         self.rows = list(rows)

@@ -64,8 +64,7 @@ class SuffixAutomaton:
     def learn(self, tokens: Iterable[int], *, newest: bool = True) -> None:
         """Append tokens to the current text; a few microseconds each.
 
-        newest: whether a token becomes a context's usual follower as soon as it has followed as often as the present
-        one; else only when it has followed more often.
+        newest: of the tokens that followed a context equally often, the latest is its usual follower; else the first.
         """
         link, length, count = self._link, self._length, self._count
         usual, targets, branches = self._token, self._target, self._branches

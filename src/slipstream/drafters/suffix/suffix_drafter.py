@@ -54,7 +54,7 @@ TRAITS = Traits(
     preference=1,
     in_other_engines=True,
 )
-Place = tuple[Match, int]  # where a text stands, and how often that is taken to occur
+Place = tuple[Match, int]  # a match, and how often it is taken to occur
 
 
 def prior() -> list[float]:
@@ -106,7 +106,7 @@ class Guess(NamedTuple):
 
 
 class BestMatch(NamedTuple):
-    """The match that a draft continues. occurrences: of the match, the end of the text itself included."""
+    """The match that a draft continues. occurrences: how often it occurs, the end of the text itself included."""
 
     automaton: SuffixAutomaton
     match: Match
@@ -127,7 +127,7 @@ class EndedOutput:
 
 
 class RowText:
-    """A row's text as far as it was read: its automaton, and what its end matches in the automata of the store."""
+    """A row's text as far as it was read: its own automaton, and the matches of its end in the store's automata."""
 
     def __init__(self, row: Row, ended: deque[EndedOutput]) -> None:
         output = EndedOutput(row.tokens, row.prompt_length, row.group)
