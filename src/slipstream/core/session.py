@@ -222,16 +222,16 @@ class Session(DraftScorer):
 
         The rows have been prefilled.
         """
-        backend, tokens, lengths = self.backend, draft.tokens, draft.lengths
-        batch = self._input_batch(rows, tokens, draft.width + 1)
+        backend, width = self.backend, draft.width
+        batch = self._input_batch(rows, draft.tokens, width + 1)
         if isinstance(backend, GreedyRounds):
-            inputs = batch.padded(tokens, self.table)
-            table = backend.verify_greedy(inputs, batch.starts, batch.counts, lengths, width=draft.width)
+            inputs = batch.padded(draft.tokens, self.table)
+            table = backend.verify_greedy(inputs, batch.starts, batch.counts, draft.lengths, width=width)
             verdict = Verdict(table[:, 0], table[:, 1])
         else:
-            best = self.layout.best(self.table, batch, tokens, lengths)
-            verdict = match(best.to(tokens.device, non_blocking=True), draft)
-        self.table.note_cached(rows, lengths)
+            best = self.layout.best(self.table, batch, draft.tokens, draft.lengths)
+            verdict = match(best.to(draft.tokens.device, non_blocking=True), draft)
+        self.table.note_cached(rows, draft.lengths)
         return verdict
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:

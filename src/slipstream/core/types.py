@@ -72,10 +72,15 @@ class Draft:
         return self.rows or (RowDraft(),) * len(self.lengths)
 
     @property
+    def acceptance_probs(self) -> list[Sequence[float] | None]:
+        """For each row, the probability that its first 1, 2, ... tokens are all accepted; None where unknown."""
+        return [row.acceptance_probs for row in self.records]
+
+    @property
     def promised(self) -> list[float]:
         """For each row, the expected number of accepted tokens; where unknown, 1.2, or 0.6 for a single token."""
-        rows = zip(self.lengths, (record.acceptance_probs for record in self.records), strict=True)
-        return [min(1.2, 0.6 * length) if probs is None else sum(probs) for length, probs in rows]
+        pairs = zip(self.lengths, self.acceptance_probs, strict=True)
+        return [min(1.2, 0.6 * length) if probs is None else sum(probs) for length, probs in pairs]
 
     def cut(self, lengths: Sequence[int]) -> Draft:
         """This draft with at most lengths[i] tokens in row i."""

@@ -256,12 +256,14 @@ def best_lengths(
     even: every row costs what the longest does, so all get as many tokens as that one; else the likeliest tokens are
     taken, whichever rows they are of.
     """
+    num_columns = max(map(len, acceptance_probs), default=0)
+    by_column = ([i for i, row in enumerate(acceptance_probs) if len(row) > n] for n in range(num_columns))
     lengths = [0] * len(acceptance_probs)
     best, rate, expected, longest, drafted = lengths, base_tokens / seconds(0, 0), base_tokens, 0, 0
     not_taken = sum(map(sum, acceptance_probs))
-    for step in _by_column(acceptance_probs) if even else _by_probability(acceptance_probs):
+    for rows in by_column if even else _by_probability(acceptance_probs):  # that get one more token each
         lengths = lengths.copy()
-        for row in step:
+        for row in rows:
             prob = acceptance_probs[row][lengths[row]]
             expected, not_taken = expected + prob, not_taken - prob
             lengths[row] += 1
@@ -272,14 +274,6 @@ def best_lengths(
         elif (expected + not_taken) / total <= rate:  # not even if all other tokens cost nothing
             break
     return best, rate
-
-
-def _by_column(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:
-    """The rows that have a first token, those that have a second one, ..."""
-    return [
-        [i for i, row in enumerate(acceptance_probs) if len(row) > n]
-        for n in range(max(map(len, acceptance_probs), default=0))
-    ]
 
 
 def _by_probability(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:

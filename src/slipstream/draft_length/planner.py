@@ -196,7 +196,7 @@ class Planner:
         """The most tokens that can pay; `worth_verifying` cuts drafts to those that do."""
         longest = min(self.longest, max(IN_BATCH, self.longest // max(len(rows), 1)))
         if source.takes_forwards:
-            offers = [record.acceptance_probs or () for record in draft.records]
+            offers = [probs or () for probs in draft.acceptance_probs]
             chosen = self.model_lengths(rows, offers, [min(longest, self.room, n) for n in room])
         else:
             is_asked = source.of_predictions or self._searches(rows)
