@@ -23,7 +23,7 @@ class Sampler(Protocol):
     all_greedy: bool  # every row decodes greedily
     changes_logits: bool  # bias, penalties or processors change a row's logits
     plain: bool  # every row decodes greedily, and nothing changes its logits
-    branching: bool  # no row brings processors of its own, so that a tree can be chosen from
+    branching: bool  # trees can be verified: no row brings processors of its own
 
     @property
     def failures(self) -> Mapping[int, tuple[int, Exception]]:

@@ -154,7 +154,7 @@ class Scheduler:
         """True if the current step can read the row's whole prompt in addition to those of the rows it has admitted."""
         if not self._reading:
             return self._unread(row) <= self._room
-        # a row may pass those that are read in pieces unless it takes their slots, and leaves them half a step
+        # it may pass rows that are read in pieces if it does not take their slots and leaves them half of the step
         return self._expects_rows and self._unread(row) <= self._room - self.prompt_budget // 2
 
     def _read_ahead(self) -> None:

@@ -1,8 +1,8 @@
 """A draft model with its own KV cache, and when it stops before it has drafted what was asked for.
 
 Greedy rows get its likeliest tokens. Sampled rows get the winners of the race that the target will run with the same
-random numbers (`match`), or tokens sampled from its own distribution (`block`, `rejection`). A token may end a draft
-only if it stays in it: to drop it would be to choose among tokens (docs/exactness.md).
+random numbers (`match`), or tokens sampled from its own distribution (`block`, `rejection`). A token that ends a draft
+stays in it: dropping it because of its value would bias the distribution (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -136,8 +136,7 @@ class ModelDrafter:
     # sample with the random numbers that the target will use at that position, as acceptance "match" needs; a token is
     # then a function of these numbers alone, so the draft counts as one-hot
     coupled: bool = False
-    # ends a row's draft before it has the tokens asked for; the token after which it ends is kept: dropping it because
-    # of its value would bias the distribution
+    # ends a row's draft before it has the tokens asked for
     stop: Stop | None = None
     # alternatives to each token of a one-hot draft: the draft model's next best, or the next fastest in the race that
     # the target will run; without `stop` they count among the tokens asked for
@@ -306,7 +305,7 @@ def record_of(length: int, chances: Sequence[float], firsts: Sequence[tuple[int,
 def extended(
     extender: Extender | None, row: Row, tokens: list[int], probs: list[float], length: int
 ) -> tuple[list[int], list[float]]:
-    """A chain of up to `length` tokens that retrieval continues, and its acceptance probabilities."""
+    """A chain, continued by retrieval up to `length` tokens, and its acceptance probabilities."""
     if extender is None or not probs:
         return tokens, probs
     more, more_probs = extender.extend(row, tokens, max(0, length - len(tokens)), probs[-1])
