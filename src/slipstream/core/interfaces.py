@@ -227,7 +227,7 @@ class Backend(Protocol):
 class GreedyRounds(Protocol):
     """Optional capability of a backend: drafts or verifies a whole greedy round without returning to the host.
 
-    Both methods read and write slots 0 to B - 1. tokens: [B, W], of which row i has counts[i] real columns, written
+    Both methods read and write slots 0 to B - 1. tokens: [B, W]; row i has counts[i] real columns, written
     from position starts[i] on.
     """
 
@@ -244,7 +244,7 @@ class GreedyRounds(Protocol):
     ) -> Tensor:
         """[B, 2] int64: how many draft tokens are the model's own choice, and the token it chooses after them.
 
-        The last `width` real columns of a row are its draft, of which the first lengths[i] were proposed.
+        The last `width` real columns of a row are its draft; the first lengths[i] of them were proposed.
         """
 
 

@@ -111,8 +111,8 @@ class Engine:
                     proposed = source.drafter.propose(tuple(rows), tuple(lengths), batch.sampler)
                     kept = [not length for length in lengths]
                     if draft.width and not source.takes_forwards and proposed.probs is None:
-                        # keep the better draft of each row, but: a model is asked only where it promises more, and
-                        # dropping a sampled draft because of its tokens would bias the text
+                        # keep the draft that promises more; but one of a model replaces earlier ones: it is asked only
+                        # where it promises more, and dropping a sampled one for its tokens would bias the text
                         promised = zip(draft.promised, proposed.promised, strict=True)
                         promises_more = [before >= after and before > 0 for before, after in promised]
                         kept = [keeps or more for keeps, more in zip(kept, promises_more, strict=True)]

@@ -318,7 +318,7 @@ class Rectangle:
         return in_order(prompt_logits, len(rows)) if logits else None
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
-        """Logits [B, keep, V] of one forward: of each row, those of its last `keep` columns before the padding."""
+        """Logits [B, keep, V] of one forward: each row's last `keep` columns before the padding."""
         logits, counts = table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts
         if len(set(counts)) == 1:
             return logits[:, counts[0] - keep : counts[0]]

@@ -125,7 +125,7 @@ class ModelDrafts:
             self._runners_up.learn(row, [kind], [token], newest.tokens[place:])
 
     def of(self, row: Row) -> Yield:
-        """The expected yield of the row's next draft; until it has one, that of all rows."""
+        """The expected yield of the row's next draft; until it has had one, that of all rows."""
         return self._rows.get(row, self._all)
 
     def relax(self) -> None:

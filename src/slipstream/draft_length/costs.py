@@ -28,7 +28,7 @@ ROW = 0.5  # each further row adds this share to a step of the draft model
 
 
 def between(measured: Mapping[int, float], tokens: int) -> float:
-    """Interpolate linearly between the two nearest measurements, of which there must be two at least."""
+    """Interpolate linearly between the two nearest of at least two measurements."""
     counts = sorted(measured)
     index = next((i for i, count in enumerate(counts) if count >= tokens), len(counts) - 1)
     low, high = counts[max(index - 1, 0)], counts[max(index, 1)]
@@ -59,7 +59,7 @@ class CostModel:
     max_batch_size: int = 1
     steps: Mapping[int, float] = field(default_factory=dict)  # a step of the draft model, by rows
     token: float | None = None  # a token that the draft model reads
-    experts: ExpertReads | None = None  # of a mixture, of which `measured` and `together` are the base
+    experts: ExpertReads | None = None  # of a mixture; `measured` and `together` then leave their time out
     timed: bool = True  # the clock measures the parts of a round; on a GPU only the total
     _corrections: dict[tuple[int, int], float] = field(default_factory=dict)  # logarithms, by shape
     _speed: float | None = None  # logarithm of seconds per calibrated millisecond; None before the first round

@@ -85,8 +85,8 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int, int], float]) -
 
     For a caller who waits for all rows of a call, one more token of the row that ends last saves a whole round; one of
     any other row saves only that row's part of a round. So drafts that put a row ahead of the others are hardly worth
-    verifying, and those of the row behind are worth more than usual. Everywhere else tokens are worth the same. The
-    further limits are beyond a typical length, the less is known about which row ends last.
+    verifying, and drafts of the row that ends last are worth more than usual. For other callers all tokens are worth
+    the same. The further limits are beyond a typical length, the less is known about which row ends last.
 
     seconds: (number of rows, longest draft) -> seconds of a forward.
     """
@@ -100,7 +100,7 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int, int], float]) -
     rounds_left = [tokens * pace for tokens, pace in zip(tokens_left, paces, strict=True)]
     total, longest = seconds(len(rows), 0), max(1.0, *rounds_left)
     base = min(1.0, max(0.0, (total - seconds(len(rows) - 1, 0)) * len(rows) / total))
-    # where texts end long before their limits, their ends are spread as far as they are long
+    # where limits are far beyond a typical length, the ends of texts are spread as widely as the texts are long
     open_ended = max(0.0, 1 - TYPICAL / max(1, *(row.remaining for row in rows)))
     spread = (SPREAD + open_ended) * longest
     weights = [exp((rounds - longest) / spread) for rounds in rounds_left]  # relative chances of ending last
@@ -129,7 +129,7 @@ class Pause:
         return self.waited + 1 >= self.length
 
     def observe(self, *, drafted: bool, accepted: int) -> None:
-        """Double the pause after a trial of which nothing was accepted; reset it when drafting brings something."""
+        """Double the pause after a trial in which nothing was accepted; reset it when drafting helps."""
         if not drafted:
             self.waited += 1
             return

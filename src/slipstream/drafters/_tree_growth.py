@@ -22,7 +22,7 @@ from slipstream.draft_length.acceptance_model import AcceptanceModel
 
 UNLIKELY = 0.01  # a path less likely than this is not followed
 T = TypeVar("T")
-MAX_GROUPS = 64  # remembered besides the default one; the least recently used goes
+MAX_GROUPS = 64  # remembered in addition to the default one; the least recently used is dropped
 
 
 class Follower(NamedTuple):
@@ -107,9 +107,8 @@ def draft_of(
     )
     branches = any(node.parent != index - 1 for nodes in trees for index, node in enumerate(nodes))
     parents = tuple(tuple(node.parent for node in nodes) for nodes in trees) if branches else None
-    return replace(
-        Draft.from_lists([[node.token for node in nodes] for nodes in trees], device), rows=rows, parents=parents
-    )
+    draft = Draft.from_lists([[node.token for node in nodes] for nodes in trees], device)
+    return replace(draft, rows=rows, parents=parents)
 
 
 def learn(acceptance_model: AcceptanceModel, row: Row, start: int, nodes: Sequence[Node]) -> None:

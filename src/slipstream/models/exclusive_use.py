@@ -58,7 +58,7 @@ def lock_of(model: object) -> ModelLock:
 
 
 def autocast_types() -> dict[str, torch.dtype]:
-    """What the caller's `torch.autocast` computes with, by type of device; empty without one."""
+    """The types that the caller's `torch.autocast` computes with, by kind of device; empty without one."""
     return {name: torch.get_autocast_dtype(name) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)}
 
 

@@ -277,7 +277,7 @@ def warp_options(params: SamplingParams) -> WarpOptions:
 
 
 def _groups(rows: Sequence[Row], device: torch.device) -> Iterator[tuple[Warp, Tensor]]:
-    """The sampled rows, those of equal options together, each group with the indices of its rows."""
+    """The sampled rows, grouped by equal options: each group's warp and the indices of its rows."""
     groups: dict[WarpOptions, list[int]] = {}
     for i, row in enumerate(rows):
         p = params_of(row)
