@@ -170,7 +170,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """For each token its own log-probability and the `count` highest. logits: [J, V]; tokens[j] was chosen at position j.
+    """For each token its own log-probability and the `count` highest. logits: [J, V], the target's at each token.
 
     Takes one transfer from the device.
     """
