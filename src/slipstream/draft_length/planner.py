@@ -260,12 +260,11 @@ class Planner:
         )
         common = min(sum(probs or ()) for probs in offers)
         depths_of_rows = [range(draft.width)] * len(rows) if draft.parents is None else map(depths, draft.parents)
+        worths = worth_of_tokens(rows, self.costs.verify)
         chosen, _ = best_lengths(
             [
                 worth.of_draft(probs or (), row_depths, common)
-                for worth, probs, row_depths in zip(
-                    worth_of_tokens(rows, self.costs.verify), offers, depths_of_rows, strict=True
-                )
+                for worth, probs, row_depths in zip(worths, offers, depths_of_rows, strict=True)
             ],
             lambda longest, drafted: self.costs.verify(len(rows), max(longest, longest_uncut), drafted + num_uncut),
             len(rows) + accepted_uncut,
