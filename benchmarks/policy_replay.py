@@ -157,11 +157,10 @@ class RecordedModel:
 class RecordedTarget(RecordedModel):
     """Stands in for the target's session in `Engine`. Reading prompts takes no time."""
 
-    returns_prompt_logits = True
     longest_draft = LONGEST
     shapes: Any = None
 
-    table = SimpleNamespace(longest_short=None, longest_draft=lambda rows: LONGEST)
+    table = SimpleNamespace(longest_short=None, returns_prompt_logits=True, longest_draft=lambda rows: LONGEST)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,11 +196,11 @@ class RecordedTarget(RecordedModel):
         width = draft.shape[1] + 1
         return self._logits([(self._text(row) + [0] * width)[:width] for row in rows])
 
-    def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict:
+    def verify_greedy(self, rows: Sequence[Row], draft: Draft) -> Verdict:
         """Accept each draft as far as it is the recorded text."""
-        self._verify(rows, lengths)
+        self._verify(rows, draft.lengths)
         accepted, following = [], []
-        for row, line, length in zip(rows, draft.tolist(), lengths, strict=True):
+        for row, line, length in zip(rows, draft.tokens.tolist(), draft.lengths, strict=True):
             text = self._text(row)
             pairs = enumerate(zip(line[:length], text, strict=False))
             count = next((i for i, (token, actual) in pairs if token != actual), min(length, len(text) - 1))

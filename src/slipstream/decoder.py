@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack, overload
 
@@ -169,7 +169,7 @@ class SpeculativeDecoder:
     def __reduce__(self) -> NoReturn:
         raise UsageError(
             "a SpeculativeDecoder holds loaded models and cannot be pickled or deep-copied; allowed: to pickle its "
-            "arguments (the models' names and decoder.config) and make the decoder anew, or decoder.using() for "
+            "arguments (the models' names and decoder.config) and make another decoder, or decoder.using() for "
             "another one over the same models"
         )
 
@@ -616,14 +616,10 @@ class SpeculativeDecoder:
     def _use(self) -> ExclusiveUse:
         return self._parts.use
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Exclusive use of the models, with the attended lengths of this decoder."""
+    def _turn(self) -> AbstractContextManager[None]:
+        """A step of this decoder, with its own attended lengths: another one may have set others since the last."""
         parts = self._parts
-        with parts.use, parts.use.step_of(parts.turn) as changed:
-            if changed:  # another decoder may have set its own since
-                parts.models.set_attended_lengths()
-            yield
+        return parts.use.step_of(parts.turn, parts.models.set_attended_lengths)
 
     def _in_turns(self, items: Iterator[T]) -> Iterator[T]:
         """The items; the models are in exclusive use while one is computed, and free while the caller has it."""

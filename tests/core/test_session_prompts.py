@@ -59,7 +59,7 @@ def test_a_cached_prompt_returns_no_logits_and_is_not_read_again() -> None:
 )
 def test_no_prompt_logits_where_prompts_agree_by_chunks_only_or_the_backend_has_none(session: Session) -> None:
     session.reserve(1, 64)
-    assert not session.returns_prompt_logits
+    assert not session.table.returns_prompt_logits
     assert session.prefill(rows_of([[1, 2, 3, 4, 5]]), logits=True) is None
     assert session.slot_states[0].base == 4
 

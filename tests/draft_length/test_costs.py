@@ -100,7 +100,7 @@ def test_without_a_calibration_a_token_and_a_step_cost_less_than_a_forward() -> 
     costs = CostModel()
     observe(costs, rows(), 0, 1.0)
     assert costs.verify(1, 0) == pytest.approx(1.0)
-    assert 1 < costs.verify(1, 5) < 1.5 and 0 < costs.step(1) < costs.step(5) < 1 and costs.beginning(1) == 0
+    assert 1 < costs.verify(1, 5) < 1.5 and 0 < costs.step(1) < costs.step(5) < 1 and costs.drafting(1)[1] == 0
     assert 0 < costs.reading(1) < costs.step(1)
 
 
@@ -117,7 +117,7 @@ def test_the_cost_of_draft_steps_is_learned_per_number_of_rows() -> None:
     assert costs.step(1) == pytest.approx(0.2) and costs.step(5) > 0.3  # more rows are assumed to take longer
     observe(costs, rows(5), 4, 1.0, draft=1.6, steps=4)
     assert costs.step(5) == pytest.approx(0.4) and costs.step(1) == pytest.approx(0.2)
-    assert costs.beginning(5) == pytest.approx(0)
+    assert costs.drafting(5)[1] == pytest.approx(0)
 
 
 def test_the_time_a_draft_takes_besides_its_steps_is_counted_once() -> None:
@@ -125,7 +125,7 @@ def test_the_time_a_draft_takes_besides_its_steps_is_counted_once() -> None:
     observe(costs, running, 0, 0.010)
     for steps in (1, 3, 1):
         observe(costs, running, steps, 0.010, draft=0.002 + 0.001 * steps, steps=steps)
-    assert costs.step(1) == pytest.approx(0.001, rel=0.2) and costs.beginning(1) == pytest.approx(0.002, rel=0.2)
+    assert costs.step(1) == pytest.approx(0.001, rel=0.2) and costs.drafting(1)[1] == pytest.approx(0.002, rel=0.2)
 
 
 def test_steps_and_reading_start_from_the_timing_of_the_draft_model() -> None:

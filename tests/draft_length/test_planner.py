@@ -47,7 +47,7 @@ def planner_of(column: float = 0.05, step: float = 0.25, **options: bool) -> Pla
     """A forward costs 1 and `column` for every further token of the batch; a step of the draft model costs `step`."""
     cost_model = CostModel()
     cost_model.verify = lambda rows, longest, drafted=None: 1 + column * (rows * (longest + 1) - 1)  # type: ignore[method-assign]
-    cost_model.step = lambda rows: step  # type: ignore[method-assign]
+    cost_model.drafting = lambda rows: (step, 0.0)  # type: ignore[method-assign]
     return Planner(cost_model, **({"has_model": True} | options))  # type: ignore[arg-type]
 
 
@@ -192,13 +192,13 @@ def test_the_yield_of_a_draft_model_is_learned_per_row_and_for_all_rows() -> Non
     assert learned.of(running) == FIRST_YIELD
     for _ in range(40):
         add_round(running, 6, 5, origin=RowDraft(MODEL, None, (10,) * 4))  # two of the six came from another drafter
-        learned.learn(running)
+        learned.learn(running, running.rounds[-1])
     assert learned.of(running).accepted == pytest.approx(4, abs=0.1) == learned.of(running).drafted
     assert FIRST_YIELD.accepted < learned.of(row(1)).accepted < 4
     assert learned.of(running).cut(2).drafted == pytest.approx(2)
     before = learned.of(running)
     add_round(running, 0, 0)
-    learned.learn(running)
+    learned.learn(running, running.rounds[-1])
     assert learned.of(running) == before  # an empty draft teaches nothing
 
 
@@ -240,7 +240,7 @@ def test_rows_with_sampled_drafts_keep_a_fixed_length() -> None:
     sampled = Row(0, [1, 2], SamplingParams(max_tokens=200, temperature=0.7), seed=0)
     policy = planner_of(0.8, only_model=True)
     policy.fixed_length, policy.is_fixed = 6, lambda running: running.params.temperature > 0
-    policy.costs.step = lambda rows: 9.0  # type: ignore[method-assign]
+    policy.costs.drafting = lambda rows: (9.0, 0.0)  # type: ignore[method-assign]
     assert lengths_of(policy, [sampled, row(1)]) == [6, 0]
     unlikely = draft([0.1] * 3, [0.1] * 3)
     assert policy.worth_verifying([sampled, row(1)], unlikely).lengths == unlikely.lengths
@@ -351,7 +351,8 @@ def rows_of(remaining: Sequence[int]) -> list[Row]:
     return rows
 
 
-def seconds(count: int) -> float:
+def seconds(count: int, longest: int) -> float:
+    assert longest == 0
     return 10.0 + 0.5 * count
 
 

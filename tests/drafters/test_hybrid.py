@@ -113,7 +113,7 @@ def controlled(first: Scripted, second: Scripted, verify: float, step: float) ->
     """A forward of any width costs `verify`, a step of the draft model `step`."""
     cost_model = CostModel()
     cost_model.verify = lambda rows, longest, drafted=None: verify  # type: ignore[method-assign]
-    cost_model.step = lambda rows: step  # type: ignore[method-assign]
+    cost_model.drafting = lambda rows: (step, 0.0)  # type: ignore[method-assign]
     return hybrid(first, second, Planner(cost_model, has_model=True))
 
 

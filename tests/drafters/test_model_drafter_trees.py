@@ -216,7 +216,7 @@ def test_the_probability_of_a_runner_up_is_learned() -> None:
     origin = RowDraft("model", None, (bin_of(0.5),), ((9, sibling_bin(0.5, 0.2)),))
     for _ in range(40):  # the draft is 8 with the sibling 9; the text has 9
         row.rounds.append(Round(0, 0, 1, 1, (8, 9), (9, 4), 1, False, origin=origin, parents=(-1, -1), path=(1,)))
-        learned.learn(row)
+        learned.learn(row, row.rounds[-1])
     drafted, runner_up = learned.acceptance_probs(row, [0.5])[0], learned.runner_up_probs(row, [0.5], [0.2])[0]
     assert drafted < 0.2 and runner_up > 0.7
 

@@ -301,7 +301,7 @@ def in_a_fork(work, *inputs):
 
 in_a_fork(text, 2)  # nothing has been computed before
 torch.ones(1 << 22).sum()
-exclusive_use.TRIAL_SECONDS = 1.0  # it hangs for ever
+exclusive_use.TRIAL_SECONDS = 1.0  # it hangs forever
 in_a_fork(text, 2)
 in_a_fork(text, 1)
 """
@@ -318,7 +318,7 @@ def test_a_fork_in_which_threads_would_hang_is_refused_in_one_line() -> None:
     )
     unused, used, single = ran.stdout.splitlines()
     assert unused == single == repr(" and")
-    assert used.startswith("UsageError: process ") and "PyTorch would wait for them for ever" in used
+    assert used.startswith("UsageError: process ") and "PyTorch would wait for them forever" in used
     assert "allowed: processes started by multiprocessing's method 'spawn'" in used and "after the fork" not in used
 
 

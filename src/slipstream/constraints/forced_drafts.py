@@ -70,7 +70,7 @@ class ForcedDrafts:
         if (
             constraint is None
             or row.params.num_draft_tokens == 0
-            or (self.target.returns_prompt_logits and not row.rounds)
+            or (self.target.table.returns_prompt_logits and not row.rounds)
         ):
             return []
         return constraint.forced(row.output, max(0, min(self._longest, row.remaining - 1)))

@@ -132,7 +132,7 @@ def match(choice: Tensor, draft: Draft) -> Verdict:
     Exact for any draft, since every committed token is the target's own choice at its position. One-hot drafts are
     accepted as often as by rejection sampling. In greedy decoding the choice is the argmax.
     """
-    agree = (choice[:, : draft.width] == draft.tokens) & _proposed(draft)
+    agree = (choice[:, :-1] == draft.tokens) & _proposed(draft)
     accepted = agree.long().cumprod(-1).sum(-1)
     return Verdict(accepted, choice.gather(1, accepted[:, None])[:, 0])
 

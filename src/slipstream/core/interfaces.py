@@ -23,7 +23,7 @@ class Sampler(Protocol):
     all_greedy: bool  # every row decodes greedily
     changes_logits: bool  # bias, penalties or processors change a row's logits
     plain: bool  # every row decodes greedily, and nothing changes its logits
-    branching: bool  # no row brings processors of its own, so that a tree can be chosen from
+    branching: bool  # trees can be verified: no row brings processors of its own
 
     @property
     def failures(self) -> Mapping[int, tuple[int, Exception]]:
@@ -148,10 +148,10 @@ class Source:
 
 
 class PlainTimes(Protocol):
-    """Knows what steps take without drafts."""
+    """Estimates how long steps would take without drafts."""
 
     def plain_seconds(self, lengths: Sequence[int], seconds: Seconds) -> float | None:
-        """Seconds that plain decoding would have taken for a step, about, prompts not counted; None if not measured.
+        """About how many seconds plain decoding would have taken for a step without prompts; None if not measured.
 
         lengths: number of draft tokens of each row; seconds: what the step took.
         """
@@ -184,7 +184,7 @@ class Policy(Protocol):
 
     @property
     def plain_times(self) -> PlainTimes | None:
-        """What steps take without drafts, if the policy has measured that."""
+        """Estimates how long steps would take without drafts; None if the policy has not measured that."""
         return None
 
 
@@ -227,7 +227,7 @@ class Backend(Protocol):
 class GreedyRounds(Protocol):
     """Optional capability of a backend: drafts or verifies a whole greedy round without returning to the host.
 
-    Both methods read and write slots 0 to B - 1. tokens: [B, W], of which row i has counts[i] real columns, written
+    Both methods read and write slots 0 to B - 1. tokens: [B, W]; row i has counts[i] real columns, written
     from position starts[i] on.
     """
 
@@ -244,7 +244,7 @@ class GreedyRounds(Protocol):
     ) -> Tensor:
         """[B, 2] int64: how many draft tokens are the model's own choice, and the token it chooses after them.
 
-        The last `width` real columns of a row are its draft, of which the first lengths[i] were proposed.
+        The last `width` real columns of a row are its draft; the first lengths[i] of them were proposed.
         """
 
 

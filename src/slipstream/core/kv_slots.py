@@ -80,14 +80,14 @@ class SlotState:
     """The content of one slot of the KV cache."""
 
     row: Row | None = None
-    base: int = 0  # committed tokens of `row` that the slot holds; `assign_slot` counts the draft's accepted ones
+    base: int = 0  # committed tokens of `row` that the slot holds; `assign_slot` adds the draft's accepted ones
     written: int = 0  # position after the last draft token that follows them
     round: int = 0  # number of the row's round that drafted them; once committed, it tells which were accepted
     shapes: Shapes = EXACT_FIT  # of the forwards that filled the slot
     branches: int = 0  # nodes of a draft tree that are stored after them, at places that are not their positions
     is_long: bool = False  # the forwards read the text as a long one (see `LongTexts`)
     begins_short: bool = False  # they read its beginning as a short one, before it became long
-    used_at: int = 0  # the prompt tokens that had been read, in all slots, when this one was last read into
+    used_at: int = 0  # how many prompt tokens had been read, in all slots, when the last one was read into this slot
 
     @property
     def is_idle(self) -> bool:
@@ -205,7 +205,7 @@ class SlotTable:
         return max(1, len(row.tokens) - state.base) if state.row is row else CATCH_UP
 
     def longest_draft(self, rows: Sequence[Row]) -> int | None:
-        """The longest draft that fits the allowed widths beside what these rows lack; None if there is no limit."""
+        """The longest draft that fits the allowed widths with the tokens that these rows lack; None without a limit."""
         missing = (self.num_missing(slot, row) for slot, row in enumerate(rows))
         return max(0, self.shapes.widths[-1] - max(missing)) if self.shapes.widths else None
 

@@ -1,8 +1,9 @@
 """One round of a batch: draft, verify, accept, commit.
 
-Plain decoding is the same loop without a source of drafts. A round leaves a `Round` per row; text, statistics and
-everything else are folded from them elsewhere. This module knows neither text nor model formats; who is in the batch is
-up to `slipstream.core.scheduler`. Read it from `Engine.step` on: what that calls follows in order.
+Plain decoding is the same loop without a source of drafts. A round leaves a `Round` per row, from which text,
+statistics and everything else are computed elsewhere. This module knows neither text nor model formats;
+`slipstream.core.scheduler` decides which rows are in the batch. Start reading at `Engine.step`: the functions that it
+calls follow in the order of the calls.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Engine:
     policy: Policy
     make_sampler: MakeSampler
     acceptance: str | Rule = "auto"
-    draft_session: PromptReader | None = None  # of the draft model that drafts; its cache grows with the target's
-    reads_ahead: bool = True  # it reads the prompts of rows that wait
+    draft_session: PromptReader | None = None  # the draft model's; its KV cache grows with the target's
+    reads_ahead: bool = True  # the draft model reads the prompts of rows that wait
     grammar: Grammar | None = None  # proposes what constraints force, and cuts what they forbid
     make_race: Callable[[int, torch.device], Race] = Race  # (vocabulary size, device) -> the source of random draws
     now: Callable[[], float] = perf_counter  # seconds
@@ -58,8 +59,8 @@ class Engine:
         """One round of every row: draft, verify, accept, commit.
 
         read_ahead: reads prompts of rows that are not in the batch yet.
-        If the target can return the logits after a prompt while reading it, a row's first round draws from them. It
-        never drafts then, so that a row's rounds depend neither on other rows nor on what is cached.
+        If the target returns the logits after a prompt when it reads it, a row's first round takes its token from them.
+        Such a round never drafts, so that a row's rounds depend neither on other rows nor on what is cached.
         """
         rows, started = batch.rows, self.now()
         prompt_logits = self.target.prefill(rows, logits=not any(row.rounds for row in rows))
@@ -75,7 +76,7 @@ class Engine:
             read_before = 0 if self._experts is None else self._experts.num_read()
             drafted = self.now()
             if batch.is_greedy and draft.parents is None and rule_for(self.acceptance, draft).distributions is None:
-                verdict = self.target.verify_greedy(rows, draft.tokens, draft.lengths)  # the argmax alone decides
+                verdict = self.target.verify_greedy(rows, draft)  # the argmax alone decides
                 verified = self.now()
             else:
                 if draft.parents is None:
@@ -105,12 +106,13 @@ class Engine:
                 lengths = self.policy.lengths(rows, source, draft, room)
                 for place, row in enumerate(rows):
                     if row.params.num_draft_tokens is not None and not draft.lengths[place]:
-                        lengths[place] = room[place]  # the request's own length, for the first that has some
+                        lengths[place] = room[place]  # the request's own length, until a source proposes something
                 if any(lengths):  # tuples, so that a drafter cannot change the batch
                     proposed = source.drafter.propose(tuple(rows), tuple(lengths), batch.sampler)
                     kept = [not length for length in lengths]
                     if draft.width and not source.takes_forwards and proposed.probs is None:
-                        # a model was asked as it promises more; a sampled draft may not be dropped for its tokens
+                        # keep the draft that promises more; but one of a model replaces earlier ones: it is asked only
+                        # where it promises more, and dropping a sampled one for its tokens would bias the text
                         promised = zip(draft.promised, proposed.promised, strict=True)
                         promises_more = [before >= after and before > 0 for before, after in promised]
                         kept = [keeps or more for keeps, more in zip(kept, promises_more, strict=True)]
@@ -128,14 +130,15 @@ class Engine:
         return tree if batch.sampler.branching and self.target.fits_tree(rows, tree) else main_chain(tree)
 
     def _room(self, rows: Sequence[Row], forced: Sequence[Sequence[int]] | None) -> list[int]:
-        """Most tokens that each row may draft: one less than it may still commit, as a round adds the target's own.
+        """The most tokens that each row may draft: one fewer than it may commit, as a round adds one of the target's.
 
-        The row's own `num_draft_tokens`, the target's forward shapes and forced tokens limit it too. 0 in a first round
-        whose token comes from the prompt's logits.
+        The row's own `num_draft_tokens`, the target's forward shapes and forced tokens limit it, too. It is 0 in a
+        first round whose token comes from the prompt's logits.
         """
-        longest = self.target.table.longest_draft(rows)
+        table = self.target.table
+        longest = table.longest_draft(rows)
         limit = MAX_DRAFT_TOKENS if longest is None else min(longest, MAX_DRAFT_TOKENS)
-        first_drafts = not self.target.returns_prompt_logits
+        first_drafts = not table.returns_prompt_logits
         room = [max(0, min(limit, row.remaining - 1)) if row.rounds or first_drafts else 0 for row in rows]
         for place, row in enumerate(rows):
             if row.params.num_draft_tokens is not None:
@@ -159,7 +162,7 @@ class Engine:
         return Batch(list(rows), sampler, longest_short, bool(self._observers), self.now, plain_times)
 
     def read_ahead(self, running: Sequence[Row], slots: Mapping[int, Row], budget: int) -> None:
-        """Read about `budget` prompt tokens of new rows, by slot, with each model that needs them."""
+        """Read about `budget` prompt tokens of new rows with each model that needs them. slots: the rows by slot."""
         self.target.read_ahead(slots, budget)
         if self.draft_session is None:
             return
@@ -175,7 +178,7 @@ class Engine:
         return self.target.has_read(row)
 
     def _model_reads(self, row: Row, running: Sequence[Row]) -> bool:
-        """True if the draft model will read a new row: it finishes what it began, and reads all rows of a batch."""
+        """True if the draft model will read a new row: it has begun to, or will probably draft in that row's batch."""
         has_begun = self.draft_session is not None and self.draft_session.holds(row)
         return has_begun or (self.reads_ahead and any(map(self._expects_drafts, (row, *running))))
 
@@ -209,7 +212,7 @@ class Batch:
         self.wants_logprobs = any(row.params.logprobs is not None for row in self.rows)
         self.has_constraints = any(row.constraint is not None for row in self.rows)
         self.has_predictions = any(row.prediction for row in self.rows)
-        # nothing but the argmax of each position is needed of the logits, if the rule takes the target's own choice
+        # if the rule takes the target's own choice, the argmax at each position is all that is needed of the logits
         self.is_greedy = self.sampler.plain and not self.is_observed and not self.wants_logprobs
 
     def commit(self, draft: Draft, verdict: Verdict, times: Times, experts_read: float | None = None) -> list[Round]:
@@ -221,13 +224,13 @@ class Batch:
         failures = self.sampler.failures
         for place, (row, outcome) in enumerate(zip(self.rows, outcomes, strict=True)):
             try:
-                self._commit_row(place, outcome, *failures.get(place, (len(outcome.draft) + 1, None)))
+                self._commit_row(place, outcome, failures.get(place))
                 if self.logits is not None and row.params.logprobs is not None:
                     logits = self.logits[place]
                     if outcome.path is not None:
                         logits = logits[[0, *(node + 1 for node in outcome.path)]]
                     logprobs[place] = token_logprobs(logits, row.tokens[starts[place] :], row.params.logprobs)
-            except Exception as error:  # from a stop check, say; committed tokens cannot be decoded again
+            except Exception as error:  # from a stop check, for example; what is committed stays, so the row ends here
                 row.fail(error)
         self.logits = None
         seconds = Seconds(
@@ -267,13 +270,14 @@ class Batch:
             )
         return [row.rounds[-1] for row in self.rows]
 
-    def _commit_row(self, place: int, outcome: RowOutcome, position: int, error: Exception | None) -> None:
+    def _commit_row(self, place: int, outcome: RowOutcome, failure: tuple[int, Exception] | None) -> None:
         """Append what was accepted of a row's draft, and the next token.
 
-        position, error: where the row's own logits processors failed first. There the row fails, as plain decoding
-        would; what was accepted before is committed.
+        failure: the first position at which the row's own logits processors raised, and what they raised. The row fails
+        there, as in plain decoding; tokens accepted before it are committed.
         """
         row, accepted = self.rows[place], outcome.accepted
+        position, error = failure or (len(outcome.draft) + 1, None)
         if row.error is not None:  # its drafter has failed
             row.fail(row.error)
             return

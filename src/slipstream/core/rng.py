@@ -127,7 +127,7 @@ class Race:
         return None
 
     def speeds(self, probs: Tensor, bits: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """[N, V] p_v / E_v, of which the greatest wins. bits: [N] keys, on the device of `probs`.
+        """[N, V] p_v / E_v; the greatest wins. bits: [N] keys, on the device of `probs`.
 
         token_ids: [V] of the probabilities; None for 0, 1, 2, ...
         """
@@ -146,7 +146,7 @@ class Race:
     ) -> tuple[Tensor, Tensor]:
         """The `count` fastest tokens of each row, the fastest first, and each one's share of the sum of all speeds.
 
-        scores: [N, V], of which softmax(scores / temperature) is the distribution. temperatures: [N]; a race at 0 has
+        scores: [N, V]; the distribution is softmax(scores / temperature). temperatures: [N]; a race at 0 has
         no noise, and its speeds are softmax(scores). bits: [N] keys, None if all are without noise. token_ids: [V] of
         the scores; None for 0, 1, 2, ... Tokens and shares are [N, count].
         """

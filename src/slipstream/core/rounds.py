@@ -100,10 +100,10 @@ class Round:
     @property
     def without_forced(self) -> Round:
         """The round as if a constraint had forced nothing: only the drafter's tokens and what became of them."""
-        before, behind = self.origin.forced
-        if not before + behind:
+        before, after = self.origin.forced
+        if not before + after:
             return self
-        draft = self.draft[before : len(self.draft) - behind]
+        draft = self.draft[before : len(self.draft) - after]
         accepted = max(0, min(self.num_accepted_tokens - before, len(draft)))
         rejected = self.rejected and 0 <= self.num_accepted_tokens - before < len(draft)
         parents = self.parents and tuple(max(-1, parent - before) for parent in self.parents[before:])
@@ -170,7 +170,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
-    """For each token its own log-probability and the `count` highest. logits: [J, V], of which row j chose tokens[j].
+    """For each token its own log-probability and the `count` highest. logits: [J, V], the target's at each token.
 
     Takes one transfer from the device.
     """

@@ -16,7 +16,8 @@ from slipstream.core.types import Row
 
 PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
 IDLE_BUDGETS = 8  # budgets that a step reads while no row is being decoded, but others may come
-QUICK_SHARE = 4  # a row that lacks this share of what the first one lacks is read in every other step
+# in every other step, a row that lacks at most one in this many of the tokens that the first row lacks is read first
+QUICK_SHARE = 4
 
 
 class Scheduler:
@@ -153,7 +154,7 @@ class Scheduler:
         """True if the current step can read the row's whole prompt in addition to those of the rows it has admitted."""
         if not self._reading:
             return self._unread(row) <= self._room
-        # a row may pass those that are read in pieces unless it takes their slots, and leaves them half a step
+        # it may pass rows that are read in pieces if it does not take their slots and leaves them half of the step
         return self._expects_rows and self._unread(row) <= self._room - self.prompt_budget // 2
 
     def _read_ahead(self) -> None:

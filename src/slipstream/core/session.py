@@ -56,11 +56,6 @@ class Session(DraftScorer):
         return self.table.prefill_tokens
 
     @property
-    def returns_prompt_logits(self) -> bool:
-        """True if the forwards that read a new prompt can return the logits after it."""
-        return self.table.returns_prompt_logits
-
-    @property
     def longest_draft(self) -> int | None:
         """The longest draft whose round fits the allowed widths; None if there is no limit."""
         return max(0, self.shapes.widths[-1] - CATCH_UP) if self.shapes.widths else None
@@ -156,7 +151,7 @@ class Session(DraftScorer):
 
     @property
     def branches(self) -> bool:
-        """True if trees can be verified, if they are small enough."""
+        """True if trees that are small enough can be verified."""
         trees = self._trees
         return trees is not None and trees.branching and (trees.flat or not self.shapes.widths)
 
@@ -222,21 +217,22 @@ class Session(DraftScorer):
                 self.table.audit.write(slot, len(row.tokens), tokens[slot, : steps - 1].tolist())
         return tokens
 
-    def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict:
+    def verify_greedy(self, rows: Sequence[Row], draft: Draft) -> Verdict:
         """`score`, argmax and the longest matching prefix; in one call where the backend has `GreedyRounds`.
 
         The rows have been prefilled.
         """
-        backend, width = self.backend, draft.shape[1]
-        batch = self._input_batch(rows, draft, width + 1)
-        if not isinstance(backend, GreedyRounds):
-            best = self.layout.best(self.table, batch, draft, lengths)
-            self.table.note_cached(rows, lengths)
-            return match(best.to(draft.device, non_blocking=True), Draft(draft, tuple(lengths)))
-        inputs = batch.padded(draft, self.table)
-        table = backend.verify_greedy(inputs, batch.starts, batch.counts, lengths, width=width)
-        self.table.note_cached(rows, lengths)
-        return Verdict(table[:, 0], table[:, 1])
+        backend, width = self.backend, draft.width
+        batch = self._input_batch(rows, draft.tokens, width + 1)
+        if isinstance(backend, GreedyRounds):
+            inputs = batch.padded(draft.tokens, self.table)
+            table = backend.verify_greedy(inputs, batch.starts, batch.counts, draft.lengths, width=width)
+            verdict = Verdict(table[:, 0], table[:, 1])
+        else:
+            best = self.layout.best(self.table, batch, draft.tokens, draft.lengths)
+            verdict = match(best.to(draft.tokens.device, non_blocking=True), draft)
+        self.table.note_cached(rows, draft.lengths)
+        return verdict
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         """Note that only the first lengths[i] of the tokens scored for row i in this round are its draft."""
@@ -263,7 +259,7 @@ class InputBatch:
 
     starts: list[int]  # the position from which each row's tokens are written
     missing: list[list[int]]  # committed tokens of each row
-    fed: list[int]  # of the draft's columns that follow, the first that are cached already
+    fed: list[int]  # for each row, how many of the draft's first columns are cached already
     drafted: int  # columns of the draft
     counts: list[int]  # real columns of each row if all rows take the whole width of the draft
     width: int  # of a forward in which all rows take as many tokens, padding included
@@ -322,7 +318,7 @@ class Rectangle:
         return in_order(prompt_logits, len(rows)) if logits else None
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
-        """Logits [B, keep, V] of one forward: of each row, those of its last `keep` columns before the padding."""
+        """Logits [B, keep, V] of one forward: each row's last `keep` columns before the padding."""
         logits, counts = table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts
         if len(set(counts)) == 1:
             return logits[:, counts[0] - keep : counts[0]]

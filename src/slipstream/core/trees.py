@@ -27,9 +27,7 @@ class TreeSegment:
     slot: int
     start: int  # position of the first one
     count: int
-    place: (
-        int  # where its keys and values are written, the others after it: at `start`, or after the row's other tokens
-    )
+    place: int  # its keys and values are written from here on: from `start`, or after the row's other tokens
     detour: tuple[int, ...] = ()  # places of the positions just before `start` that are not stored where they belong
 
 

@@ -78,7 +78,7 @@ class Draft:
 
     @property
     def promised(self) -> list[float]:
-        """For each row, how many tokens are expected to be accepted: 1.2, or 60 % of one, where that is unknown."""
+        """For each row, the expected number of accepted tokens; where unknown, 1.2, or 0.6 for a single token."""
         pairs = zip(self.lengths, self.acceptance_probs, strict=True)
         return [min(1.2, 0.6 * length) if probs is None else sum(probs) for length, probs in pairs]
 
@@ -177,8 +177,8 @@ class Row:
     params: RequestOptions
     seed: int
     end_ids: frozenset[int] = frozenset()
-    # called with the tokens of a round up to the first other end, and the number (from 1) of the first of them that may
-    # end the row; returns the number of the first of these that completes a stop, None if there is none
+    # looks for stop strings; called with a round's tokens up to the first end token, and the number, from 1 on, of
+    # the first token that may end the row; returns the number of the token that completes a stop string, or None
     find_stop: Callable[[Sequence[int], int], int | None] | None = None
     rounds: list[Round] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -235,9 +235,9 @@ class Row:
         return committed
 
     def true_length(self, round_index: int, base: int) -> int:
-        """Number of leading tokens committed by now in a cache that was filled with the row and the round's draft.
+        """How many leading tokens of a cache, which a round filled with the row and its draft, are committed by now.
 
-        base: number committed before that round; the result, if the round was interrupted before its commit.
+        base: number committed before that round, which is the result if the round was interrupted before its commit.
         """
         if round_index >= len(self.rounds):
             return base
@@ -252,9 +252,7 @@ class Traits:
     # under rules other than `match`, it samples drafts for sampled rows from a distribution of its own (`Draft.probs`);
     # under `match`, and for our own drafters under `auto` (`Setup.coupled`), every draft is one-hot
     samples: bool = True
-    needs_forwards: bool = (
-        True  # each drafted token takes a forward of a model; else a draft costs its verification only
-    )
+    needs_forwards: bool = True  # each drafted token takes a forward of a model; else only verifying it takes time
     has_own_cache: bool = False  # it has a KV cache of its own that must read a text before the first draft
     default_length: int = 5  # tokens per round where neither the user nor measured costs say how many
     preference: int = 0  # `auto` takes the drafter of the highest one whose needs are met; 0 is never taken

@@ -26,10 +26,10 @@ class AcceptanceModel:
 
     log-odds(accepted) = weight of the kind (at first its prior's log-odds) + weight of the row (at first 0). Each token
     moves both weights by a step against the error of its prediction: stochastic gradient descent on the log-loss. A
-    kind's first steps are larger (one over its precision), as a draft model may be sure of all it drafts, and wrong.
+    kind's first steps are larger (one over its precision), because a draft model can be confidently wrong.
 
-    prior: each kind's probability before anything is learned. shared: whether kinds learn, from all rows; if not, a
-    row's probabilities depend on that row alone. row_step: the step of a row's weight.
+    prior: each kind's probability before anything is learned. shared: the kinds' weights are learned, from all rows; if
+    False, a row's probabilities depend on that row alone. row_step: the step of a row's weight.
     """
 
     def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = 0.2) -> None:
@@ -49,7 +49,7 @@ class AcceptanceModel:
         return lambda kind: 1 / (1 + exp(-weight - kinds[kind]))
 
     def learn(self, row: Row, kinds: Sequence[int], drafted: Sequence[int], text: Sequence[int]) -> None:
-        """Compare a draft with the text at its place: its tokens count as accepted up to the first that differs.
+        """Compare a draft with the text that came in its place: tokens count as accepted up to the first that differs.
 
         kinds: of the drafted tokens. text: may be shorter or longer than the draft.
         """
@@ -105,32 +105,31 @@ class ModelDrafts:
         self._rows: WeakKeyDictionary[Row, Yield] = WeakKeyDictionary()
         self._all = FIRST_YIELD
 
-    def learn(self, row: Row) -> None:
-        """Learn from the row's newest round, which the draft model drafted."""
-        newest = row.rounds[-1].without_forced
+    def learn(self, row: Row, newest: Round) -> None:
+        """Learn from the row's newest round, without forced tokens, which the draft model drafted."""
         drafted = len(newest.origin.kinds) or len(newest.chain)  # kinds count tokens that were cut, too
         if not drafted:
             return
         self._learn_chances(row, newest)
         self._by_position.learn(row, newest, drafted)
-        on_branches = newest.num_accepted_tokens - newest.num_accepted_on_chain
-        observed = Yield(drafted, min(drafted, newest.num_accepted_on_chain) + on_branches)
+        on_chain = newest.num_accepted_on_chain
+        observed = Yield(drafted, min(drafted, on_chain) + newest.num_accepted_tokens - on_chain)
         self._rows[row] = self.of(row).towards(observed, weight=0.15)
         self._all = self._all.towards(observed, weight=0.03)
 
     def _learn_chances(self, row: Row, newest: Round) -> None:
-        place, runners_up = newest.num_accepted_on_chain, newest.origin.runners_up
-        self._by_chance.learn(row, newest.origin.kinds, newest.chain, newest.tokens)
-        if place < min(len(newest.chain), len(newest.tokens), len(runners_up)):
+        chain, place, runners_up = newest.chain, newest.num_accepted_on_chain, newest.origin.runners_up
+        self._by_chance.learn(row, newest.origin.kinds, chain, newest.tokens)
+        if place < min(len(chain), len(newest.tokens), len(runners_up)):
             token, kind = runners_up[place]
             self._runners_up.learn(row, [kind], [token], newest.tokens[place:])
 
     def of(self, row: Row) -> Yield:
-        """The expected yield of the row's next draft; until it has one, that of all rows."""
+        """The expected yield of the row's next draft; until it has had one, that of all rows."""
         return self._rows.get(row, self._all)
 
     def relax(self) -> None:
-        """Move the yield of new rows towards the first guess, because a draft model that is not used shows nothing."""
+        """Move the yield of new rows towards the first guess, because an unused draft model gives no evidence."""
         self._all = self._all.towards(FIRST_YIELD, weight=0.02)
 
     def chance_of_next(self, row: Row, chances: Sequence[float]) -> float:
@@ -163,8 +162,9 @@ class Positions:
 
     def learn(self, row: Row, newest: Round, drafted: int) -> None:
         """Learn from the first `drafted` tokens of a round's main chain, up to the first that was rejected."""
-        accepted = min(drafted, newest.num_accepted_on_chain)
-        tested = min(drafted, accepted + (len(newest.tokens) > newest.num_accepted_on_chain < len(newest.chain)))
+        on_chain = newest.num_accepted_on_chain
+        was_rejected = len(newest.tokens) > on_chain < len(newest.chain)  # the token after the accepted ones
+        accepted, tested = min(drafted, on_chain), min(drafted, on_chain + was_rejected)
         kinds = [min(position, self._last) for position in range(tested)]
         self._model.learn(row, kinds, [1] * tested, [1] * accepted + [0])
 
@@ -174,7 +174,8 @@ class Positions:
 
     def acceptance_probs(self, row: Row, length: int) -> list[float]:
         """The probability that the first 1, 2, ... of `length` tokens are all accepted."""
-        return list(accumulate((self.chance(row, position) for position in range(length)), mul))
+        chance = self._model.chances(row)
+        return list(accumulate((chance(min(position, self._last)) for position in range(length)), mul))
 
 
 def bin_of(chance: float) -> int:

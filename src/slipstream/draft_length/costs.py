@@ -24,11 +24,11 @@ SPEED = 0.4  # share of a surprise that corrects the machine's speed
 SHAPE = 0.07  # share of a surprise that corrects the shape
 # assumed without a calibration, as shares of a forward of one token: a further token, a step of the draft model
 COLUMN, STEP = 0.04, 0.25
-ROW = 0.5  # what each further row adds to such a step, as a share of it
+ROW = 0.5  # each further row adds this share to a step of the draft model
 
 
 def between(measured: Mapping[int, float], tokens: int) -> float:
-    """Interpolate linearly between the two nearest measurements, of which there must be two at least."""
+    """Interpolate linearly between the two nearest of at least two measurements."""
     counts = sorted(measured)
     index = next((i for i, count in enumerate(counts) if count >= tokens), len(counts) - 1)
     low, high = counts[max(index - 1, 0)], counts[max(index, 1)]
@@ -59,7 +59,7 @@ class CostModel:
     max_batch_size: int = 1
     steps: Mapping[int, float] = field(default_factory=dict)  # a step of the draft model, by rows
     token: float | None = None  # a token that the draft model reads
-    experts: ExpertReads | None = None  # of a mixture, of which `measured` and `together` are the base
+    experts: ExpertReads | None = None  # of a mixture; `measured` and `together` then leave their time out
     timed: bool = True  # the clock measures the parts of a round; on a GPU only the total
     _corrections: dict[tuple[int, int], float] = field(default_factory=dict)  # logarithms, by shape
     _speed: float | None = None  # logarithm of seconds per calibrated millisecond; None before the first round
@@ -67,9 +67,7 @@ class CostModel:
     _drafting: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)  # latest steps and seconds, by rows
     _seconds_per_token_read: float | None = None  # by the draft model
     _has_read: bool = False
-    # results of `verify` and `_drafts`, cleared when something is learned
-    _verify_seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    _draft_seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _draft_seconds: dict[int, tuple[float, float]] = field(default_factory=dict)  # of `drafting`, until more is learned
     # shape (rows, tokens of all) and calibrated milliseconds, by the arguments of `verify`
     _forwards: dict[tuple[int, int, int], tuple[tuple[int, int], float]] = field(default_factory=dict)
     _last_step: int = -1
@@ -111,7 +109,8 @@ class CostModel:
         count, steps, total = first.num_rows, first.num_draft_steps, first.seconds.total - first.seconds.prefill
         has_first_round = any(len(row.rounds) == 1 for row in rows)  # includes work that is done once
         if read and steps and self.timed:
-            each = max(0.0, first.seconds.draft - self.beginning(count) - steps * self.step(count)) / read
+            step_seconds, beginning = self.drafting(count)
+            each = max(0.0, first.seconds.draft - beginning - steps * step_seconds) / read
             if self._has_read:  # the first reading includes work that is done once, so it is not counted
                 earlier = self._seconds_per_token_read
                 self._seconds_per_token_read = each if earlier is None else min(each, (earlier + each) / 2)
@@ -146,20 +145,15 @@ class CostModel:
         self._speed += SPEED * surprise
         self._seconds_per_millisecond = exp(self._speed)
         self._corrections[shape] = self._corrections.get(shape, 0.0) + SHAPE * surprise
-        self._verify_seconds.clear()
         self._draft_seconds.clear()
 
     def verify(self, rows: int, longest: int, drafted: int | None = None) -> float:
         """Seconds of a forward that verifies up to `longest` tokens per row, `drafted` in all (default: all)."""
         key = rows, longest, rows * longest if drafted is None else drafted
-        if key not in self._verify_seconds:
-            shape, calibrated = self._forward(*key)
-            if self.experts is not None:
-                calibrated += self.experts.milliseconds * self.experts.expected(*shape)
-            self._verify_seconds[key] = (
-                calibrated * self._seconds_per_millisecond * exp(self._corrections.get(shape, 0.0))
-            )
-        return self._verify_seconds[key]
+        shape, calibrated = self._forwards.get(key) or self._forward(*key)
+        if self.experts is not None:
+            calibrated += self.experts.milliseconds * self.experts.expected(*shape)
+        return calibrated * self._seconds_per_millisecond * exp(self._corrections.get(shape, 0.0))
 
     def plain_seconds(self, lengths: Sequence[int], seconds: Seconds) -> float | None:
         """Seconds of a step without its drafts, of `lengths` tokens; None without a calibration.
@@ -198,15 +192,14 @@ class CostModel:
         return between(self.together, tokens) - (self.max_batch_size - rows) * each_row_adds
 
     def step(self, rows: int) -> float:
-        """Seconds of one more step of the draft model: those of recent drafts, but no more than calibrated."""
-        return self._drafts(rows)[0]
+        """Seconds of one more step of the draft model."""
+        return self.drafting(rows)[0]
 
-    def beginning(self, rows: int) -> float:
-        """Seconds that a draft takes besides its steps: searching, planning, loading weights into the caches."""
-        return self._drafts(rows)[1]
+    def drafting(self, rows: int) -> tuple[float, float]:
+        """Seconds of each step of the draft model, and of the rest of a draft: search, planning, cold caches.
 
-    def _drafts(self, rows: int) -> tuple[float, float]:
-        """`step` and `beginning`, estimated from the latest drafts of the nearest number of rows."""
+        Both are estimated from the latest drafts of the nearest number of rows; a step takes no more than calibrated.
+        """
         if rows not in self._draft_seconds:
             step, beginning = self._assumed_step(rows), 0.0
             nearest = min(self._drafting, key=lambda count: abs(count - rows), default=None)
@@ -238,7 +231,8 @@ class CostModel:
         expected: the yields of the draft model's drafts. retrieved_probs: acceptance probabilities of retrieval's.
         """
         longest = max((draft.drafted for draft in expected), default=0.0)
-        drafting = self.beginning(rows) + longest * self.step(rows)
+        step, beginning = self.drafting(rows)
+        drafting = beginning + longest * step
         total = sum(draft.drafted for draft in expected)
 
         def seconds(retrieved: int, drafted: int) -> float:
@@ -262,12 +256,14 @@ def best_lengths(
     even: every row costs what the longest does, so all get as many tokens as that one; else the likeliest tokens are
     taken, whichever rows they are of.
     """
+    num_columns = max(map(len, acceptance_probs), default=0)
+    by_column = ([i for i, row in enumerate(acceptance_probs) if len(row) > n] for n in range(num_columns))
     lengths = [0] * len(acceptance_probs)
     best, rate, expected, longest, drafted = lengths, base_tokens / seconds(0, 0), base_tokens, 0, 0
     not_taken = sum(map(sum, acceptance_probs))
-    for step in _by_column(acceptance_probs) if even else _by_probability(acceptance_probs):
+    for rows in by_column if even else _by_probability(acceptance_probs):  # that get one more token each
         lengths = lengths.copy()
-        for row in step:
+        for row in rows:
             prob = acceptance_probs[row][lengths[row]]
             expected, not_taken = expected + prob, not_taken - prob
             lengths[row] += 1
@@ -278,14 +274,6 @@ def best_lengths(
         elif (expected + not_taken) / total <= rate:  # not even if all other tokens cost nothing
             break
     return best, rate
-
-
-def _by_column(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:
-    """The rows that have a first token, those that have a second one, ..."""
-    return [
-        [i for i, row in enumerate(acceptance_probs) if len(row) > n]
-        for n in range(max(map(len, acceptance_probs), default=0))
-    ]
 
 
 def _by_probability(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:

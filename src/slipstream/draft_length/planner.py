@@ -35,7 +35,7 @@ from slipstream.draft_length.costs import CostModel, best_lengths
 LONGEST, IN_BATCH = 63, 15  # most tokens of a retrieval draft: of a row alone, and of each in a large batch
 STEPS = 8  # most steps of a draft model in a round
 SOONEST, LATEST = 4, 64  # rounds until a source that was passed over is tried again
-# the share of tokens that retrieval leaves to the draft model is averaged over this many tokens of a row, or of all
+# `RowPlan.share_left` is averaged over this many tokens of a row, and for new rows over this many of all rows
 OWN_TOKENS, ALL_TOKENS = 16, 128
 SEARCHES = 32  # the seconds that searches take and save are averaged over this many searches of a row
 PACED = 12  # a row's pace is estimated as if it had had this many more rounds, of one token each
@@ -80,15 +80,15 @@ class Worth(NamedTuple):
         return list(accumulate(map(mul, worths, probs), min))
 
 
-def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float]) -> list[Worth]:
+def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int, int], float]) -> list[Worth]:
     """The value of one more token, for each row.
 
     For a caller who waits for all rows of a call, one more token of the row that ends last saves a whole round; one of
     any other row saves only that row's part of a round. So drafts that put a row ahead of the others are hardly worth
-    verifying, and those of the row behind are worth more than usual. Everywhere else tokens are worth the same. The
-    further limits are beyond a typical length, the less is known about which row ends last.
+    verifying, and drafts of the row that ends last are worth more than usual. For other callers all tokens are worth
+    the same. The further limits are beyond a typical length, the less is known about which row ends last.
 
-    seconds: number of rows -> seconds of a forward without drafts.
+    seconds: (number of rows, longest draft) -> seconds of a forward.
     """
     call = rows[0].call_rows if rows else ()
     if len(rows) < 2 or not call or any(row.call_rows is not call for row in rows):
@@ -98,9 +98,9 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float]) -> lis
     paces = [(len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]  # rounds per token
     tokens_left = [0 if row.finish_reason else min(row.remaining, TYPICAL) for row in rows]
     rounds_left = [tokens * pace for tokens, pace in zip(tokens_left, paces, strict=True)]
-    total, longest = seconds(len(rows)), max(1.0, *rounds_left)
-    base = min(1.0, max(0.0, (total - seconds(len(rows) - 1)) * len(rows) / total))
-    # where texts end long before their limits, their ends are spread as far as they are long
+    total, longest = seconds(len(rows), 0), max(1.0, *rounds_left)
+    base = min(1.0, max(0.0, (total - seconds(len(rows) - 1, 0)) * len(rows) / total))
+    # where limits are far beyond a typical length, the ends of texts are spread as widely as the texts are long
     open_ended = max(0.0, 1 - TYPICAL / max(1, *(row.remaining for row in rows)))
     spread = (SPREAD + open_ended) * longest
     weights = [exp((rounds - longest) / spread) for rounds in rounds_left]  # relative chances of ending last
@@ -110,7 +110,7 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float]) -> lis
 def lengths_without_costs(lengths: Sequence[int], draft: Draft, room: Sequence[int]) -> list[int]:
     """These lengths as far as there is room, but 0 for rows whose draft so far promises enough.
 
-    It must be expected to add 1.2 tokens, or 60 % of a short draft.
+    Enough is 1.2 expected tokens, or 60 % of the length if that is less.
     """
     limited = map(min, lengths, room)
     return [0 if tokens >= min(1.2, 0.6 * n) else n for n, tokens in zip(limited, draft.promised, strict=True)]
@@ -129,7 +129,7 @@ class Pause:
         return self.waited + 1 >= self.length
 
     def observe(self, *, drafted: bool, accepted: int) -> None:
-        """Double the pause after a trial of which nothing was accepted; reset it when drafting brings something."""
+        """Double the pause after a trial in which nothing was accepted; reset it when drafting helps."""
         if not drafted:
             self.waited += 1
             return
@@ -143,7 +143,7 @@ class RowPlan:
 
     model: Pause = field(default_factory=Pause)
     retrieval: Pause = field(default_factory=Pause)
-    # share of tokens that retrieval leaves to the draft model, because in their rounds it brings less than that would
+    # share of the tokens that came in rounds in which retrieval brought fewer than the draft model would have
     share_left: float = 1.0
 
 
@@ -158,9 +158,7 @@ class Planner:
     only_model: bool = False  # nothing else drafts but predictions
     reads: bool = True  # the draft model must read a row's tokens before its first draft
     is_plain: bool = False  # nothing drafts but predictions
-    fixed_length: int = (
-        0  # tokens for rows that `is_fixed`, whatever they cost, so that a seed gives the same text again
-    )
+    fixed_length: int = 0  # tokens for rows that `is_fixed`, whatever they cost: a seed gives the same text again
     is_fixed: Callable[[Row], bool] = lambda row: False  # the row's output depends on its drafts
     has_cached: Callable[[Row], bool] = lambda row: False  # the draft model has read the row's tokens ahead
     to_read: Callable[[Row], int] = lambda row: len(row.tokens)  # tokens of a row that the draft model reads
@@ -239,7 +237,7 @@ class Planner:
         ahead = drafted + 1 if len(rows) < batch else 0  # if every row drafts, none gets ahead
         gain = sum(
             worth.of(ahead) * self.model_drafts.chance_of_next(row, row_chances)
-            for worth, row, row_chances in zip(self._worth(rows), rows, chances, strict=True)
+            for worth, row, row_chances in zip(worth_of_tokens(rows, self.costs.verify), rows, chances, strict=True)
         )
         seconds = partial(self.costs.verify, batch)
         wider = seconds(drafted + 1, (drafted + 1) * len(rows)) - seconds(drafted, drafted * len(rows))
@@ -262,10 +260,11 @@ class Planner:
         )
         common = min(sum(probs or ()) for probs in offers)
         depths_of_rows = [range(draft.width)] * len(rows) if draft.parents is None else map(depths, draft.parents)
+        worths = worth_of_tokens(rows, self.costs.verify)
         chosen, _ = best_lengths(
             [
                 worth.of_draft(probs or (), row_depths, common)
-                for worth, probs, row_depths in zip(self._worth(rows), offers, depths_of_rows, strict=True)
+                for worth, probs, row_depths in zip(worths, offers, depths_of_rows, strict=True)
             ],
             lambda longest, drafted: self.costs.verify(len(rows), max(longest, longest_uncut), drafted + num_uncut),
             len(rows) + accepted_uncut,
@@ -295,7 +294,7 @@ class Planner:
         self, rows: Sequence[Row], drafting: Sequence[Row], unread: Sequence[Row], rate: float, other_rate: float
     ) -> bool:
         """True if drafting with the model, at `rate`, saves more time than reading the rows it has not read takes."""
-        # tokens that retrieval does not leave to the draft model save nothing
+        # the draft model saves nothing on tokens for which retrieval does as well (`RowPlan.share_left`)
         tokens = fmean(self._plan_of(row).share_left for row in drafting) * sum(
             min(row.remaining, TYPICAL) for row in rows
         )
@@ -322,11 +321,12 @@ class Planner:
         return any(self._plan_of(row).retrieval.is_due for row in rows)
 
     def _learn(self, row: Row, *, is_of_model: bool) -> None:
-        newest, plan = row.rounds[-1], self._rows.setdefault(row, RowPlan(share_left=self._share_left))
+        newest = row.rounds[-1]
+        plan = self._rows[row] = self._plan_of(row)
         unforced = newest.without_forced
         accepted = unforced.num_accepted_tokens
         if is_of_model:
-            self.model_drafts.learn(row)
+            self.model_drafts.learn(row, unforced)
         elif newest.origin.source != PREDICTION:
             if newest.origin.acceptance_probs is None and unforced.draft:
                 self._positions.learn(row, unforced, len(unforced.chain))
@@ -356,7 +356,7 @@ class Planner:
         accepted = [round.num_accepted_tokens for round in rounds]
         tokens = sum(
             sum(worth.of_draft([1.0] * n, range(n), min(accepted)))
-            for worth, n in zip(self._worth(rows), accepted, strict=True)
+            for worth, n in zip(worth_of_tokens(rows, self.costs.verify), accepted, strict=True)
         )
         plain = self.costs.verify(count, 0)
         token_seconds = plain / count  # without drafts, which is what one more accepted token saves
@@ -375,9 +375,6 @@ class Planner:
     def _plan_of(self, row: Row) -> RowPlan:
         plan = self._rows.get(row)
         return RowPlan(share_left=self._share_left) if plan is None else plan
-
-    def _worth(self, rows: Sequence[Row]) -> list[Worth]:
-        return worth_of_tokens(rows, partial(self.costs.verify, longest=0))
 
     def _has_read(self, row: Row) -> bool:
         return not self.reads or row in self._read or self.has_cached(row)

@@ -1,4 +1,4 @@
-"""The policies besides the planner, and which policy a setting gets."""
+"""The policies other than the planner, and the choice of a policy for a setting."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class UsersPolicy(Policy):
 
 
 def make_policy(choice: LengthChoice, planner: Planner | None, *, limit: int | None) -> Policy:
-    """The policy of a setting. planner: that of "auto". limit: the longest draft that fits; None if all do."""
+    """The policy of a setting. planner: the policy of "auto". limit: the longest draft that fits; None if all do."""
     if planner is not None:
         return planner
     if choice.kind == "user":

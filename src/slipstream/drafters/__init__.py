@@ -90,7 +90,7 @@ def check_name(text: str) -> None:
 
 
 def traits(text: str) -> Traits:
-    """The traits of the drafter called `text`; those of a user's class as far as the class itself declares them."""
+    """The traits of the drafter called `text`; of a user's class, those that the class itself declares."""
     check_name(text)
     if is_of_user(text):
         from slipstream.core.types import Traits
@@ -168,7 +168,7 @@ def sources(text: str, setup: Setup) -> list[Source]:
 
 
 def summary(text: str) -> str:
-    """One line on what a drafter does: the first of its module's docstring; of a user's, that of the object."""
+    """One line on what a drafter does: the first line of its module's docstring, or of a user's object's."""
     check_name(text)
     if is_of_user(text):
         return (

@@ -1,8 +1,8 @@
 """Predicted outputs: drafts what follows the place that an output has reached in its request's prediction.
 
 While both agree, the place moves on with every token. After an edit it is where the longest end of the output occurs in
-the prediction, of several such places the next after the edit. A single token counts only shortly after the edit. This
-module knows no model.
+the prediction; if it occurs several times, the next one after the edit. A single token is enough only shortly after the
+edit. This module knows no model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEAR = 16  # tokens after an edit among which a single one is enough to continue
 # before the row has shown anything
 AGREED = (2, 3, 4, 6, 10, 16, 32)
 BY_AGREED = (0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985)
-BEGINNING = 2  # the beginning of a prediction counts as if so many tokens before it agreed
+BEGINNING = 2  # at the beginning of a prediction, this many tokens are taken to agree
 ROW_STEP = 0.5  # how far one token moves its row's weight
 
 

@@ -16,13 +16,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from slipstream.core.rounds import RETRIEVAL
+from slipstream.core.rounds import RETRIEVAL, RowDraft
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 
 UNLIKELY = 0.01  # a path less likely than this is not followed
 T = TypeVar("T")
-MAX_GROUPS = 64  # remembered besides the default one; the least recently used goes
+MAX_GROUPS = 64  # remembered in addition to the default one; the least recently used is dropped
 
 
 class Follower(NamedTuple):
@@ -99,15 +99,16 @@ def draft_of(
 ) -> Draft:
     """A draft of one tree per row; without branches a chain.
 
-    lengths: numbers of requested tokens. has_probs: the nodes' probabilities mean something.
+    lengths: numbers of requested tokens. has_probs: the nodes' probabilities are estimates, not placeholders.
     """
-    probs = [[node.prob for node in nodes] for nodes in trees] if has_probs else None
-    draft = Draft.from_lists([[node.token for node in nodes] for nodes in trees], device, probs)
-    rows = tuple(replace(row, source=RETRIEVAL if n else "") for row, n in zip(draft.records, lengths, strict=True))
-    draft = replace(draft, rows=rows)
-    if all(node.parent == index - 1 for nodes in trees for index, node in enumerate(nodes)):
-        return draft
-    return replace(draft, parents=tuple(tuple(node.parent for node in nodes) for nodes in trees))
+    rows = tuple(
+        RowDraft(RETRIEVAL if n else "", [node.prob for node in nodes] if has_probs else None)
+        for nodes, n in zip(trees, lengths, strict=True)
+    )
+    branches = any(node.parent != index - 1 for nodes in trees for index, node in enumerate(nodes))
+    parents = tuple(tuple(node.parent for node in nodes) for nodes in trees) if branches else None
+    draft = Draft.from_lists([[node.token for node in nodes] for nodes in trees], device)
+    return replace(draft, rows=rows, parents=parents)
 
 
 def learn(acceptance_model: AcceptanceModel, row: Row, start: int, nodes: Sequence[Node]) -> None:
@@ -115,7 +116,7 @@ def learn(acceptance_model: AcceptanceModel, row: Row, start: int, nodes: Sequen
 
     The text may be shorter or longer than the tree.
     """
-    current = -1
+    current = -1  # the node that the text has reached
     for actual in row.tokens[start:]:
         for number in range(current + 1, len(nodes)):
             parent, token, kind, _ = nodes[number]

@@ -3,7 +3,7 @@
 A model's layers, its KV cache and the workspace of compiled kernels are shared by every decoder over it, so the lock
 stays with the model itself.
 
-In a forked process PyTorch may wait for ever: GNU's OpenMP expects threads that only the parent process had.
+In a forked process PyTorch may wait forever: GNU's OpenMP expects threads that only the parent process had.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -58,7 +58,7 @@ def lock_of(model: object) -> ModelLock:
 
 
 def autocast_types() -> dict[str, torch.dtype]:
-    """What the caller's `torch.autocast` computes with, by type of device; empty without one."""
+    """The types that the caller's `torch.autocast` computes with, by kind of device; empty without one."""
     return {name: torch.get_autocast_dtype(name) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)}
 
 
@@ -73,7 +73,7 @@ class ExclusiveUse:
         if _may_be_forked() and not threads_work(os.getpid(), torch.get_num_threads()):
             raise UsageError(
                 f"process {os.getpid()} was forked from one in which PyTorch had computed with several threads; they "
-                f"are gone, and PyTorch would wait for them for ever; {_ALLOWED}, or torch.set_num_threads(1) here"
+                f"are gone, and PyTorch would wait for them forever; {_ALLOWED}, or torch.set_num_threads(1) here"
             )
         # everybody takes several locks in the same order, so that two threads cannot wait for each other
         self._locks = sorted({lock_of(model) for model in models}, key=id)
@@ -107,24 +107,28 @@ class ExclusiveUse:
             lock.lock.release()
 
     @contextmanager
-    def step_of(self, user: object) -> Iterator[bool]:
-        """A step of decoding; yields whether another user made the last one. UsageError if it begins within another.
+    def step_of(self, user: object, prepare: Callable[[], None]) -> Iterator[None]:
+        """A step of decoding, with exclusive use. UsageError if it begins within another step.
 
-        The lock cannot refuse that: a drafter or logits processor that decodes does so in the thread that holds it.
+        prepare: called first if another user made the last step.
+        The lock cannot refuse a step within a step: a drafter that decodes does so in the thread that holds the lock.
         """
-        if any(lock.stepping for lock in self._locks):
-            raise UsageError(
-                "a drafter, logits processor or signal handler decodes with models that are in the middle of a step; "
-                "allowed: a decoder over other models"
-            )
-        changed = any(lock.user is not user for lock in self._locks)
-        for lock in self._locks:
-            lock.user, lock.stepping = user, True
-        try:
-            yield changed
-        finally:
+        with self:
+            if any(lock.stepping for lock in self._locks):
+                raise UsageError(
+                    "a drafter, logits processor or signal handler decodes with models that are in the middle of a "
+                    "step; allowed: a decoder over other models"
+                )
+            changed = any(lock.user is not user for lock in self._locks)
             for lock in self._locks:
-                lock.stepping = False
+                lock.user, lock.stepping = user, True
+            try:
+                if changed:
+                    prepare()
+                yield
+            finally:
+                for lock in self._locks:
+                    lock.stepping = False
 
 
 def _may_be_forked() -> bool:
@@ -141,7 +145,7 @@ def threads_work(process: int, threads: int) -> bool:
     if threads == 1:
         return True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside other threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking while other threads run
         trial = os.fork()
     if trial == 0:
         try:

@@ -29,7 +29,7 @@ _ANY = -1  # no token has this id
 
 
 def params_of(row: Row) -> SamplingParams:
-    """The row's options, of which the loop knows only a part (`RequestOptions`)."""
+    """The row's options; the loop knows only some of them (`RequestOptions`)."""
     return cast(SamplingParams, row.params)
 
 
@@ -227,7 +227,7 @@ class FixedBias(BatchProcessor):
 class Penalties(BatchProcessor):
     """Repetition (Keskar et al. 2019, section 4.1; prompt and output), presence and frequency penalty (output only).
 
-    Only tokens that have occurred are edited: those of the text, of which each row has a list, and of the draft.
+    Only tokens that have occurred are edited: those of the draft, and those of the text, which each row lists.
     """
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:

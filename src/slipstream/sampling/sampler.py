@@ -29,7 +29,7 @@ HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 27
 
 
 class Sampler:
-    """The sampling options of the rows of one batch, as tensors; made anew whenever the rows change."""
+    """The sampling options of the rows of one batch, as tensors; another one is made whenever the rows change."""
 
     def __init__(self, rows: Sequence[Row], race: Race, vocab_size: int, device: torch.device) -> None:
         self.rows = list(rows)
@@ -277,7 +277,7 @@ def warp_options(params: SamplingParams) -> WarpOptions:
 
 
 def _groups(rows: Sequence[Row], device: torch.device) -> Iterator[tuple[Warp, Tensor]]:
-    """The sampled rows, those of equal options together, each group with the indices of its rows."""
+    """The sampled rows, grouped by equal options: each group's warp and the indices of its rows."""
     groups: dict[WarpOptions, list[int]] = {}
     for i, row in enumerate(rows):
         p = params_of(row)

@@ -49,7 +49,7 @@ from slipstream.version import __version__
 
 NOT_TIMED = DraftTimes()
 OF_MODELS = ("draft_vocabulary", "draft_context")  # settings that draft heads do not have
-QUANTIZED = 3  # a forward reads this much less of a draft model that was quantized at load, about
+QUANTIZED = 3  # of a draft model that was quantized at load, a forward reads about one byte in this many
 
 log = logging.getLogger("slipstream")
 
@@ -361,7 +361,7 @@ def _at_hand(draft: str | None, config: DecoderConfig) -> str | None:
 
 
 def _check_exists(draft: Any, config: DecoderConfig) -> None:
-    """Refuse a draft model that is not there before the target is loaded, which may take minutes."""
+    """Refuse a missing draft model before the target is loaded, which may take minutes."""
     from slipstream.models.heads.head_files import EMBEDDED_NAME
 
     if is_loaded(draft) or is_toy(draft) or _is_mtp(draft) or str(draft) == EMBEDDED_NAME:

@@ -20,7 +20,7 @@ from slipstream.core.types import Draft, Row, Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.drafters.model.model_drafter import DraftChain, ModelDrafter, Stop, extended, record_of, stop_for
+from slipstream.drafters.model.model_drafter import ModelDrafter, Stop, extended, record_of, stop_for
 from slipstream.errors import UsageError
 from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 
@@ -122,7 +122,7 @@ class CrossVocabularyDrafter:
             text.chances(draft_chances)[:n] if n else []
             for text, draft_chances, n in zip(texts, chances, draft.lengths, strict=True)
         ]
-        records = [record_of(n, DraftChain(chances=probs)) for n, probs in zip(lengths, token_chances, strict=True)]
+        records = [record_of(n, probs) for n, probs in zip(lengths, token_chances, strict=True)]
         learned = None if self._stop is None else self._stop.learned
         if learned is not None:
             chains = [

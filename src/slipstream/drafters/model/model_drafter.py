@@ -1,8 +1,8 @@
 """A draft model with its own KV cache, and when it stops before it has drafted what was asked for.
 
 Greedy rows get its likeliest tokens. Sampled rows get the winners of the race that the target will run with the same
-random numbers (`match`), or tokens sampled from its own distribution (`block`, `rejection`). A token may end a draft
-only if it stays in it: to drop it would be to choose among tokens (docs/exactness.md).
+random numbers (`match`), or tokens sampled from its own distribution (`block`, `rejection`). A token that ends a draft
+stays in it: dropping it because of its value would bias the distribution (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -136,8 +136,7 @@ class ModelDrafter:
     # sample with the random numbers that the target will use at that position, as acceptance "match" needs; a token is
     # then a function of these numbers alone, so the draft counts as one-hot
     coupled: bool = False
-    # ends a row's draft before it has the tokens asked for; the token after which it ends is kept: dropping it because
-    # of its value would bias the distribution
+    # ends a row's draft before it has the tokens asked for
     stop: Stop | None = None
     # alternatives to each token of a one-hot draft: the draft model's next best, or the next fastest in the race that
     # the target will run; without `stop` they count among the tokens asked for
@@ -215,10 +214,10 @@ class ModelDrafter:
         """Chains and their runners-up, the likeliest nodes first, with acceptance probabilities."""
         trees, records = [], []
         for row, length, chain in zip(rows, lengths, chains, strict=True):
-            tokens, probs = list(chain.tokens), learned.acceptance_probs(row, chain.chances)
-            record = record_of(length, chain)
             firsts = [runners_up[0] for runners_up in chain.runners_up if runners_up]
-            tokens, probs = extended(self.extender, row, tokens, probs, length)
+            records.append(record_of(length, chain.chances, firsts))
+            probs = learned.acceptance_probs(row, chain.chances)
+            tokens, probs = extended(self.extender, row, chain.tokens, probs, length)
             leaves = []
             if firsts and row.params.num_draft_tokens is None:
                 leaf_probs = learned.runner_up_probs(row, chain.chances, [chance for _, chance in firsts])
@@ -226,7 +225,6 @@ class ModelDrafter:
                 leaves = [(depth, token, prob) for depth, ((token, chance), prob) in pairs if chance]
             nodes, parents, probs_of_nodes = comb(tokens, probs, leaves)
             trees.append((nodes[:length], parents[:length], (probs_of_nodes or [])[:length]))
-            records.append(record)
         return _draft_of(trees, records, sampler)
 
     def _chain_length(self, tokens_per_level: int, row: Row, length: int) -> int:
@@ -291,20 +289,23 @@ def _before_dead_ends(rows: Sequence[Row], scores: Tensor, ends: Sequence[int], 
 Tree = tuple[list[int], list[int], list[float] | None]  # tokens, parents and acceptance probabilities of nodes
 
 
-def record_of(length: int, chain: DraftChain) -> RowDraft:
-    """The record from which `ModelDrafts` learns of a row's chain. length: number of tokens that were asked for."""
-    firsts = [runners_up[0] for runners_up in chain.runners_up if runners_up]
+def record_of(length: int, chances: Sequence[float], firsts: Sequence[tuple[int, float]] = ()) -> RowDraft:
+    """The record from which `ModelDrafts` learns of a row's chain.
+
+    length: number of tokens that were asked for. chances: the draft model's probability of each token drafted. firsts:
+    each token's first runner-up and its probability.
+    """
     runners_up = tuple(
         (token, sibling_bin(chance, runner_up_chance))
-        for chance, (token, runner_up_chance) in zip(chain.chances, firsts, strict=False)
+        for chance, (token, runner_up_chance) in zip(chances, firsts, strict=False)
     )
-    return RowDraft(MODEL if length else "", None, tuple(map(bin_of, chain.chances)), runners_up)
+    return RowDraft(MODEL if length else "", None, tuple(map(bin_of, chances)), runners_up)
 
 
 def extended(
     extender: Extender | None, row: Row, tokens: list[int], probs: list[float], length: int
 ) -> tuple[list[int], list[float]]:
-    """A chain of up to `length` tokens that retrieval continues, and its acceptance probabilities."""
+    """A chain, continued by retrieval up to `length` tokens, and its acceptance probabilities."""
     if extender is None or not probs:
         return tokens, probs
     more, more_probs = extender.extend(row, tokens, max(0, length - len(tokens)), probs[-1])

@@ -64,8 +64,7 @@ class SuffixAutomaton:
     def learn(self, tokens: Iterable[int], *, newest: bool = True) -> None:
         """Append tokens to the current text; a few microseconds each.
 
-        newest: whether a token becomes a context's usual follower as soon as it has followed as often as the present
-        one; else only when it has followed more often.
+        newest: of the tokens that followed a context equally often, the latest is its usual follower; else the first.
         """
         link, length, count = self._link, self._length, self._count
         usual, targets, branches = self._token, self._target, self._branches
@@ -145,17 +144,19 @@ class SuffixAutomaton:
         occurrences: how often the match is taken to occur.
         """
         state, length = match
-        tokens, targets, count, link = self._token, self._target, self._count, self._link
+        tokens, targets, count = self._token, self._target, self._count
+        link, lengths = self._link, self._length
         while True:
             while state and tokens[state] < 0:  # as `followed`
                 state = link[state]
-                length, occurrences = self._length[state], count[state]
+                length, occurrences = lengths[state], count[state]
             if not state:
                 return
             target = targets[state]
             yield Step(tokens[state], length, count[target], occurrences)
-            length = min(length + 1, LIMIT)
-            state = self._holding(target, length)
+            state, length = target, min(length + 1, LIMIT)
+            while state and lengths[link[state]] >= length:  # as `_holding`
+                state = link[state]
             occurrences = count[state]
 
     def follow(self, match: Match, occurrences: int, length: int, threshold: float) -> list[int]:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from math import exp
 from pathlib import Path
@@ -54,7 +54,7 @@ TRAITS = Traits(
     preference=1,
     in_other_engines=True,
 )
-Place = tuple[Match, int]  # where a text stands, and how often that is taken to occur
+Place = tuple[Match, int]  # a match, and how often it is taken to occur
 
 
 def prior() -> list[float]:
@@ -105,8 +105,8 @@ class Guess(NamedTuple):
     nodes: list[Node]
 
 
-class Source(NamedTuple):
-    """The match that a draft continues. occurrences: of the match, the end of the text itself included."""
+class BestMatch(NamedTuple):
+    """The match that a draft continues. occurrences: how often it occurs, the end of the text itself included."""
 
     automaton: SuffixAutomaton
     match: Match
@@ -127,7 +127,7 @@ class EndedOutput:
 
 
 class RowText:
-    """A row's text as far as it was read: its automaton, and what its end matches in the automata of the store."""
+    """A row's text as far as it was read: its own automaton, and the matches of its end in the store's automata."""
 
     def __init__(self, row: Row, ended: deque[EndedOutput]) -> None:
         output = EndedOutput(row.tokens, row.prompt_length, row.group)
@@ -154,14 +154,14 @@ class RowText:
             match = automaton.find(new, match) if extend else automaton.find(tokens[-LIMIT:])
             self._matches[automaton] = automaton.num_tokens, match
 
-    def source(self) -> Source:
+    def best_match(self) -> BestMatch:
         """The longest match that something has followed; on a tie the row's own, then that of newer outputs."""
         match = self.own.followed(self.own.end)
-        best = Source(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
+        best = BestMatch(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
         for automaton, (_, end) in self._matches.items():
             match = automaton.followed(end)
             if match.length > best.match.length:
-                best = Source(automaton, match, automaton.count(match) + 1)
+                best = BestMatch(automaton, match, automaton.count(match) + 1)
         return best
 
 
@@ -260,28 +260,28 @@ class SuffixDrafter:
         if not length:
             return []
         text.read(row.tokens, self._stores.of(row.group).automata)
-        source = text.source()
+        best = text.best_match()
         if self.acceptance_model is None:
-            if source.match.length < self.shortest:
+            if best.match.length < self.shortest:
                 return []
-            tokens = source.automaton.follow(source.match, source.occurrences, length, self.threshold)
+            tokens = best.automaton.follow(best.match, best.occurrences, length, self.threshold)
             return [Node(index - 1, token, 0, 1.0) for index, token in enumerate(tokens)]
         learn(self.acceptance_model, row, *text.guess)
         nodes = list[Node]()
-        if source.match.length >= self.shortest:
-            nodes = self._likely(self.acceptance_model, row, source, length, branches)
+        if best.match.length >= self.shortest:
+            nodes = self._likely(self.acceptance_model, row, best, length, branches)
         text.guess = Guess(len(row.tokens), nodes)
         return nodes
 
     def _likely(
-        self, acceptance_model: AcceptanceModel, row: Row, source: Source, length: int, branches: int
+        self, acceptance_model: AcceptanceModel, row: Row, best: BestMatch, length: int, branches: int
     ) -> list[Node]:
-        automaton, match = source.automaton, source.match
-        occurrences = source.occurrences - 1  # the match also ends the text itself, where nothing has followed it yet
+        automaton, match = best.automaton, best.match
+        occurrences = best.occurrences - 1  # the match also ends the text itself, where nothing has followed it yet
         if not branches:
             return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length, least=self.least)
         kinds = len(BY_LENGTH) * AGREED
-        likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, kinds, ranks=2)
+        likely = Alternatives(cache(acceptance_model.chances(row)), 1 + branches, kinds, ranks=2)
         return grown(
             lambda place, prob: likely.followers(candidates(automaton, place), prob),
             (match, occurrences),
