@@ -15,7 +15,6 @@ from slipstream.bench.tuning.engine_settings import config_of, engine_settings, 
 from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
 from tests.models.heads.test_recorded_heads import RECORDED
-from tests.support.dflash_cases import write_dflash
 from tests.support.eagle1_cases import write_eagle1
 from tests.support.head_cases import write_head
 from tests.support.markers import subcases
@@ -165,10 +164,10 @@ def test_a_draft_head_gets_the_name_that_the_engine_uses(
         if kind == "pard":
             model.config.pard_token = 5
         model.save_pretrained(folder)
-    elif kind in ("dflash2", "dspark", "mtp", "peagle"):
+    elif kind in ("dflash", "dflash2", "dspark", "mtp", "peagle"):
         copytree(RECORDED / kind, folder)
     else:
-        {"eagle3": write_head, "eagle1": write_eagle1, "dflash": write_dflash}[kind](Path(folder), model)
+        {"eagle3": write_head, "eagle1": write_eagle1}[kind](Path(folder), model)
     value, sglang, llamacpp, notes = parsed(Candidate("model", 4, folder))
     parallel = {"parallel_drafting": True} if kind in ("pard", "peagle") else {}
     assert value == {"method": method, "model": folder, "num_speculative_tokens": 4, **parallel}

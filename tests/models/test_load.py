@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gguf import GGUFWriter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -305,32 +304,6 @@ def test_a_broken_gguf_file_is_refused_and_leaves_nothing_behind(
     assert not cache.exists() or not list(cache.iterdir())
 
 
-def little_gguf(file: Path) -> None:
-    """Writes a file with two tensors."""
-    writer = GGUFWriter(file, "llama")
-    writer.add_block_count(1)
-    writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
-    writer.add_tensor("blk.0.attn_norm.weight", np.zeros(32, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.slow
-def test_a_truncated_gguf_file_is_refused_as_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
-    little_gguf(tmp_path / "whole.gguf")
-    content = (tmp_path / "whole.gguf").read_bytes()
-    for size in (len(content) - 100, 40):
-        (tmp_path / "cut.gguf").write_bytes(content[:size])
-        with pytest.raises(SlipstreamError, match=r"cut\.gguf' is truncated: the file ends before") as error:
-            SpeculativeDecoder(str(tmp_path / "cut.gguf"))
-        one_line(error)
-    with pytest.raises(SlipstreamError, match=r"its metadata have no llama\.embedding_length; allowed: "):
-        SpeculativeDecoder(str(tmp_path / "whole.gguf"))
-
-
 def test_an_import_error_of_the_gguf_reader_names_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = ImportError("cannot import name 'Reader' from 'somewhere'")
     assert "cannot import name 'Reader'" in str(gguf_configuration.unreadable_gguf(tmp_path, error))
@@ -451,11 +424,6 @@ def test_encoder_decoder_models_are_refused_by_name(build: Any, message: str) ->
         SpeculativeDecoder(shared("llama"), build())
 
 
-def test_a_model_without_a_language_head_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"LlamaModel is not supported"):
-        SpeculativeDecoder(shared("llama").model)
-
-
 def test_an_unknown_device_is_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"^device='abacus'; allowed: auto, cpu, cuda, cuda:N$") as error:
         SpeculativeDecoder(str(folder), device="abacus")
@@ -508,18 +476,6 @@ def test_a_packed_layer_computes_what_the_linear_layer_does(
         if bias:
             linear.bias += 1
             assert not torch.allclose(product, linear(x), rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma3"])
-def test_a_packed_model_keeps_its_greedy_text(name: str) -> None:
-    model = fresh(name)
-    decoder = SpeculativeDecoder(model, num_draft_tokens=3, fast=True)
-    packed: Any = decoder.target.backend
-    assert any(type(module) is PackedLinear for module in packed.model.modules())
-    assert not any(type(module) is torch.nn.Linear for module in packed.model.modules())
-    assert decoder.target.packed and not any(type(module) is PackedLinear for module in model.modules())
-    assert decoder.generate(PROMPT, PARAMS).token_ids == reference(shared(name), PROMPT, 12)
 
 
 def test_a_second_decoder_over_a_packed_model_generates_the_same_text() -> None:

@@ -339,6 +339,12 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier=0.22"),
     ("llama", {"head_sizes": [8, 16, 8, 16]}, "head_sizes="),
+    ("llama", {"attn_logit_softcapping": 1.0}, "attn_logit_softcapping=1.0"),
+    ("llama", {"attn_temperature_tuning": True}, "attn_temperature_tuning=True"),
+    ("llama", {"use_logn_attn": True}, "use_logn_attn=True"),
+    ("llama", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers="),
+    ("llama", {"embedding_multiplier": 12.0}, "embedding_multiplier=12.0"),
+    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("mistral", {"rope_parameters": THETA | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1"),
     ("llama", {"hidden_act": "relu"}, "the activation 'relu'"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layers of chunked_attention"),
@@ -376,10 +382,24 @@ def test_there_is_no_plan_for_what_is_unknown(name: str, change: dict[str, Any],
         plan_of(config, [None] * 4)
 
 
-@pytest.mark.parametrize("field", ["model_max_length", "unsloth_version", "is_llama_config", "transformers.js_config"])
-def test_fields_that_no_model_reads_do_no_harm(field: str) -> None:
-    values = {"model_max_length": 2048, "unsloth_version": "2024.9", "transformers.js_config": {"dtype": "q4"}}
-    config = transformers.AutoConfig.for_model("llama", **SHAPE, **{field: values.get(field, True)})
+HARMLESS = {
+    "model_max_length": 2048,
+    "unsloth_version": "2024.9",
+    "is_llama_config": True,
+    "transformers.js_config": {"dtype": "q4"},
+    "quantization_config": {"activation_scale_ub": 1200.0},
+    "residual_multiplier": 1.0,
+    "attn_logit_softcapping": None,
+    "attn_temperature_tuning": False,
+    "no_rope_layers": [1, 1, 1, 1],
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
+
+
+@pytest.mark.parametrize("field", HARMLESS)
+def test_fields_that_no_model_reads_and_neutral_values_do_no_harm(field: str) -> None:
+    config = transformers.AutoConfig.for_model("llama", **SHAPE)
+    setattr(config, field, HARMLESS[field])
     assert plan_of(config, [None] * 4) == plan_of(transformers.AutoConfig.for_model("llama", **SHAPE), [None] * 4)
 
 

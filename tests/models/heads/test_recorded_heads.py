@@ -273,7 +273,10 @@ def test_heads_of_another_dtype_than_the_target_draft(tmp_path: Path, name: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", mostly_exhaustive([*CHAINED, "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"], "dspark", "eagle3")
+    "name",
+    mostly_exhaustive(
+        [*CHAINED, "dflash", "peagle", "eagle3", "eagle3_of_trainer", "eagle3_qwen3"], "dspark", "eagle3"
+    ),
 )
 def test_drafts_of_a_batch_are_those_after_each_text_alone(name: str) -> None:
     """Two tokens are favored, so that some drafts are accepted."""

@@ -24,7 +24,7 @@ from slipstream.models.weights.gguf_architectures import settings_of
 from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
-from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, RowReader
+from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead
 from tests.support.gguf_architectures import CASES, architecture, is_shifted, write_case
 from tests.support.markers import mostly_slow
 from tests.support.quantized_files import kl
@@ -195,23 +195,6 @@ def test_matrices_in_another_order_are_not_packed_ahead(tmp_path: Path) -> None:
     with PackedAhead(read_header(tmp_path / "model.gguf"), block_kernels()) as ahead:
         assert ahead.part("blk.0.ffn_up.weight") is not None
         assert ahead.part("blk.0.attn_qkv.weight") is ahead.part("blk.0.attn_gate.weight") is None
-
-
-@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "gemma4-experts"])
-def test_the_rows_of_an_expert_are_those_of_its_matrix(name: str, tmp_path: Path) -> None:
-    model = write_case(tmp_path / "model.gguf", architecture(name), CASES[name], "Q8_0")
-    tensors = GGUFTensors(read_header(tmp_path / "model.gguf"))
-    for part in ("gate_up_proj", "down_proj"):
-        parameter = next(key for key in model.state_dict() if key.endswith(f"experts.{part}"))
-        entries = tensors.tensors(parameter)
-        assert len(entries) == (2 if part == "gate_up_proj" and "gemma4" not in name else 1)
-        for entry in entries:
-            experts, outputs, _ = entry.shape
-            whole = RowReader().rows(entry, 0, experts * outputs)
-            for expert in range(experts):
-                rows = tensors.expert_rows(entry, expert)
-                assert rows.shape == (outputs, entry.row_bytes)
-                assert (rows == whole[expert * outputs : (expert + 1) * outputs]).all()
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "F16", "BF16"])

@@ -131,8 +131,6 @@ class SlotLayer:
     def get_max_length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[2]
 
-    get_max_cache_shape = get_max_length
-
 
 class SlotCache:
     """Slot-addressed KV cache of a model and its layer subsets.

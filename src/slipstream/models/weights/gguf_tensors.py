@@ -301,11 +301,6 @@ class GGUFTensors:
             self._used.add(name)
         return [self.header.tensors[name] for name in names]
 
-    def expert_rows(self, entry: TensorEntry, expert: int) -> Any:
-        """[outputs, bytes] uint8: the matrix of an expert, in the file's own blocks; the next call overwrites them."""
-        _, outputs, _ = entry.shape
-        return self._reader.rows(entry, expert * outputs, (expert + 1) * outputs)
-
     def _source(self, parameter: str) -> Source:
         source = source_of(self._architecture, parameter)
         if source is None:
