@@ -139,11 +139,6 @@ def test_text_without_a_tokenizer_and_chat_without_a_template_are_refused(
     refused("no chat template", toy, [{"role": "user", "content": "hello"}])
 
 
-def test_stream_takes_one_prompt_only(toy: SpeculativeDecoder) -> None:
-    with pytest.raises(UsageError, match=r"^prompt is a list of prompts; allowed"):
-        next(toy.stream(["a", "b"]))  # type: ignore[arg-type]
-
-
 @subcases("source", [5, None, "toy:0", "toy:x", "toy:", "./nowhere", "/nowhere.gguf"])
 def test_a_source_that_is_not_a_model_is_refused_by_name(source: Any) -> None:
     with pytest.raises(UsageError) as refusal:
