@@ -1,4 +1,4 @@
-"""A misspelt name is answered with the known name nearest to it; what the system says of a file reads alike everywhere."""
+"""A misspelt name is answered with the known name nearest to it; what the system says of files reads like our words."""
 
 from __future__ import annotations
 
