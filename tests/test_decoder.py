@@ -24,20 +24,8 @@ CONTEXT = 32
 WORDS = {"<unk>": 0, "the": 1, "heron": 2, "sparrow": 3, "waits": 4}
 
 
-def tiny(vocab: int = len(WORDS), context: int = CONTEXT) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=context,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).eval()
+def tiny(vocab: int = len(WORDS)) -> Any:
+    return fresh("llama", vocab_size=vocab, max_position_embeddings=CONTEXT)
 
 
 def words(vocabulary: dict[str, int]) -> Any:
