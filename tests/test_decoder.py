@@ -213,25 +213,6 @@ def test_a_custom_output_layer_works(fast: bool) -> None:
     assert decoder.generate([5, 9, 11], SamplingParams(max_tokens=8)).token_ids == expected
 
 
-class RepeatsToken:
-    """A custom drafter that always proposes the same token id."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def propose(self, rows: Any, lengths: Any, sampler: Any) -> Draft:
-        return Draft.from_lists([[self.token] * length for length in lengths], sampler.device)
-
-
-@pytest.mark.parametrize("token", [-1, -5, 61, 10**12])
-def test_a_drafter_of_ids_outside_the_vocabulary_is_refused(token: int) -> None:
-    for acceptance in ("match", "rejection", "block"):
-        decoder = SpeculativeDecoder(
-            shared("llama"), drafter=RepeatsToken(token), acceptance=acceptance, num_draft_tokens=2, reproducible=False
-        )
-        refused(f"^drafter RepeatsToken drafted token {token}; allowed: 0 to 60$", decoder, [5, 9, 11])
-
-
 # Kinds of prompts, streams and results
 
 PARAMS = SamplingParams(max_tokens=12)
