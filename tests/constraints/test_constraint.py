@@ -98,14 +98,3 @@ def test_command_line_flags_constrain_the_text(tmp_path: Any, capsys: Any, monke
     ):
         code, out, err = cli(capsys, monkeypatch, *flags)
         assert code == 0 and out.strip() in texts, err
-
-
-def test_invalid_constraint_flags_are_one_line(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
-    for flags, message in (
-        (["--json-schema", str(tmp_path / "none.json")], "--json-schema"),
-        (["--regex", "(a"], "unclosed group"),
-        (["--regex", "a", "--choice", "b"], "regex and choice given"),
-        (["--whitespace", "spaced"], "--whitespace 'spaced' alone"),
-    ):
-        code, _, err = cli(capsys, monkeypatch, *flags)
-        assert code == 2 and message in err and err.count("\n") == 1 and "Traceback" not in err

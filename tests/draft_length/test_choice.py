@@ -51,6 +51,7 @@ def test_hybrid_with_a_fixed_length_decides_by_probabilities_not_costs() -> None
 def test_the_spelling_decides_where_the_draft_model_stops(count: int | str, stop: type) -> None:
     decoder = decoder_of("model", count)
     assert isinstance(decoder.drafter, ModelDrafter) and isinstance(decoder.drafter.stop, stop)
+    assert stop is not TokenBelow or decoder.drafter.stop == TokenBelow(0.4)
 
 
 @pytest.mark.parametrize("count", ["auto", 4])
@@ -61,12 +62,10 @@ def test_a_threshold_in_the_drafters_name_holds_for_any_length(count: int | str)
     assert isinstance(suffix.drafter, SuffixDrafter) and suffix.drafter.acceptance_model is None
 
 
-def test_heuristic_and_confidence_are_read_from_their_spelling() -> None:
+def test_a_heuristic_is_read_from_its_spelling() -> None:
     assert isinstance(decoder_of("model", "heuristic")._engine.policy, Heuristic)
     policy = decoder_of("model", "heuristic:9")._engine.policy
     assert isinstance(policy, Heuristic) and policy.longest == 9
-    confident = decoder_of("model", "confidence:0.4")
-    assert isinstance(confident.drafter, ModelDrafter) and confident.drafter.stop == TokenBelow(0.4)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from tests.support.markers import subcases
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=30, seed=5, n=4)
 ALONE = replace(PARAMS, n=1)
@@ -42,17 +41,6 @@ def test_samples_of_a_list_of_prompts_stay_with_their_prompt(decoder: Speculativ
     assert [alternative["seed"] for alternative in results[0].to_dict()["alternatives"]] == [
         results[0].alternatives[0].seed
     ]
-
-
-@subcases("n", [0, -1, 1.0, True, None, "2"])
-def test_invalid_numbers_of_texts_are_refused(n: Any) -> None:
-    with pytest.raises(UsageError, match=rf"^n={n!r}; allowed: a whole number from 1 to 1024$"):
-        SamplingParams(temperature=1.0, n=n)
-
-
-def test_several_greedy_texts_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"^n=3; allowed: 1 with temperature=0"):
-        SamplingParams(n=3, temperature=0.0)
 
 
 def test_streams_and_rows_refuse_several_texts_per_prompt(decoder: SpeculativeDecoder) -> None:

@@ -184,10 +184,6 @@ def test_wrong_options_are_refused(decoder: SpeculativeDecoder, tmp_path: Path) 
         decoder.batch(requests(2), out, token_id=True)
     with pytest.raises(UsageError, match="line 1 is in OpenAI's format, whose requests bring their own options"):
         decoder.batch([chat("a", "x")], out, SamplingParams(top_k=3))
-    with pytest.raises(
-        UsageError, match=r"absent.jsonl' cannot be read: no such file; allowed: a file with one request per line"
-    ):
-        decoder.batch(tmp_path / "absent.jsonl", out)
 
 
 def test_listed_requests_may_give_token_ids_as_numbers_or_texts(decoder: SpeculativeDecoder, tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ NOT_NUMBERS = ["1", None, True, False, [1.0], 1j, NAN, INF, -INF, HUGE]
 NOT_COUNTS = ["1", True, False, 1.0, 1.5, [1], -1, NAN, INF]
 
 IMPOSSIBLE: dict[str, list[Any]] = {
-    "temperature": [*NOT_NUMBERS, -0.1, -1],
+    "temperature": [*NOT_NUMBERS, -0.1, -1, 1e300],
     "top_k": [*NOT_COUNTS, None],
     "top_p": [*NOT_NUMBERS, 0, 0.0, -0.5, 1.0001, 2],
     "min_p": [*NOT_NUMBERS, -0.001, 1.1],
-    "repetition_penalty": [*NOT_NUMBERS, 0, 0.0, -1.2],
-    "presence_penalty": NOT_NUMBERS,
-    "frequency_penalty": NOT_NUMBERS,
+    "repetition_penalty": [*NOT_NUMBERS, 0, 0.0, -1.2, 1e300, 1e-300],
+    "presence_penalty": [*NOT_NUMBERS, 1e39, -1e39],
+    "frequency_penalty": [*NOT_NUMBERS, 1e300],
     "logit_bias": [
         None,
         5,
@@ -42,6 +42,8 @@ IMPOSSIBLE: dict[str, list[Any]] = {
         {5: NAN},
         {5: INF},
         {5: HUGE},
+        {4: 1e39},
+        {4: -1e300},
     ],
     "bad_words": ["word", None, 5, [5], [""], [[]], [[-1]], [["a"]], [[1.0]], [[True]], [None], {"a"}, [{1}]],
     "min_tokens": [*NOT_COUNTS, None],

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 from slipstream import SamplingParams
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
 from slipstream.sampling.sampler import Sampler
+from tests.support.tiny_models import fresh
 
 VOCAB, EOS, LENGTH = 97, 2, 12
 PROMPT = [5, 9, 5, 14, 60, 4, 9]
@@ -62,20 +62,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).eval()
+    return fresh("llama", vocab_size=VOCAB, initializer_range=0.3, eos_token_id=EOS)
 
 
 @pytest.mark.parametrize("name", CASES)

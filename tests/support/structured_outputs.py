@@ -17,6 +17,7 @@ from slipstream import Constraint, SpeculativeDecoder
 from slipstream.constraints.compiled_grammars import CompiledGrammars, GrammarState
 from slipstream.models.loaded import Loaded
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
+from tests.support.tiny_models import fresh
 
 VOCAB, END, EMPTY = 448, "<eos>", 5  # the last EMPTY ids are no tokens, as in a padded output layer
 
@@ -71,25 +72,12 @@ def tokenizer() -> Any:
 @cache
 def model(seed: int = 0, noise: float = 0.0) -> Any:
     """A tiny random Llama of this vocabulary; `noise` of another seed makes it a draft model for the first."""
-    torch.manual_seed(seed)
-    end = tokenizer().eos_token_id
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        eos_token_id=end,
-        bos_token_id=None,
-    )
-    llama = transformers.LlamaForCausalLM(config).eval()
-    if noise:
-        with torch.no_grad():
-            for weight in llama.parameters():
-                weight += noise * weight.std() * torch.randn_like(weight)
+    changes = {"vocab_size": VOCAB, "max_position_embeddings": 512, "initializer_range": 0.3}
+    llama = fresh("llama", seed, **changes, eos_token_id=tokenizer().eos_token_id)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in llama.parameters():
+            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
     return llama
 
 

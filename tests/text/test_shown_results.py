@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rich.console import Console
 from rich.text import Text
 
 from slipstream import Constraint, Result, SamplingParams, SpeculativeDecoder, Stats
@@ -90,11 +89,6 @@ def test_the_legend_explains_only_the_origins_that_occur(result: Result) -> None
     assert "branch" not in str(result.debug()) and "constraint" not in str(result.debug())
     assert "branch" not in result._repr_html_() and "rejected" in result._repr_html_()
     assert "branch" in legend(frozenset(["branch"])).plain and "constraint" in legend(frozenset(["forced"])).plain
-
-
-def test_debug_can_be_printed_with_rich(result: Result, capsys: pytest.CaptureFixture[str]) -> None:
-    Console(width=400).print(result.debug())
-    assert capsys.readouterr().out.splitlines()[0].startswith("round accepted/drafted")
 
 
 def test_log_probabilities_name_their_tokens() -> None:

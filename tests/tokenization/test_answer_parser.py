@@ -31,6 +31,7 @@ FORMS = {
 HERMES_FORM, TAGS, CHANNELS = AnswerForm(THOUGHTS[-1], HERMES), FORMS["functions in tags"], FORMS["channels"]
 ONE = '{"name": "probe_one", "arguments": {"first": 1}}'
 READ = ("call", "probe_one", '{"first": 1}')
+DEEP = "[" * 9_000 + "]" * 9_000
 
 
 @cache
@@ -152,6 +153,28 @@ def test_marks_inside_strings_are_text() -> None:
     written = ONE.replace("1", '"a</tool_call>b<tool_call>{"')
     ((_, _, arguments),) = read(HERMES_FORM, f"<tool_call>{written}</tool_call>")
     assert json.loads(arguments) == {"first": "a</tool_call>b<tool_call>{"}
+
+
+@subcases(
+    "call",
+    [
+        '{"name": null, "arguments": {}}',
+        '{"name": ["probe_one"], "arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        r'{"name": "\ud800", "arguments": {}}',
+        *(f'{{"name": "probe_one", "arguments": {arguments}}}' for arguments in ("5", "[1]", '"the sum"')),
+        *(f'{{"name": "probe_one", "arguments": {{"first": {value}}}}}' for value in ("NaN", "1e999", DEEP)),
+    ],
+)
+def test_a_call_that_no_client_could_read_stays_text(call: str) -> None:
+    text = f"<tool_call>{call}</tool_call>"
+    assert joined(pieces(HERMES_FORM, text)) == [("text", text)]
+
+
+def test_a_call_without_arguments_gets_an_empty_object() -> None:
+    for arguments in (', "arguments": null', ""):
+        call = f'<tool_call>{{"name": "probe_one"{arguments}}}</tool_call>'
+        assert read(HERMES_FORM, call) == [("call", "probe_one", "{}")]
 
 
 def test_a_call_ends_a_thought_unless_the_thought_goes_on() -> None:

@@ -142,7 +142,6 @@ def test_failed_lines_are_reported_with_exit_code_1(
         (("absent.jsonl", "out.jsonl"), "error: 'absent.jsonl' cannot be read: no such file; allowed: a file with"),
         (("empty.jsonl", "out.jsonl"), "error: 'empty.jsonl' holds no requests; allowed: at least one line"),
         (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is IN and OUT; allowed: two files"),
-        (("in.jsonl", "letter"), "error: 'letter', line 1: not a line of a job's output; allowed: a new file"),
         (("in.jsonl", "out.jsonl", "--seed", "1"), "error: no such option: --seed"),
         (("openai.jsonl", "out.jsonl", "--top-k", "3"), "error: line 1 is in OpenAI's format, whose requests bring"),
         (("in.jsonl",), "error: Missing argument 'OUT'."),
@@ -155,7 +154,6 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     write(Path("in.jsonl"), requests(2))
     write(Path("openai.jsonl"), [chat("a", "x")])
     Path("empty.jsonl").write_text("\n\n")
-    Path("letter").write_text("Dear reader,\n")
     code, _, messages = run(capsys, monkeypatch, "batch", *arguments, *TOY)
     assert code == 2 and messages.startswith(why) and len(messages.splitlines()) == 1
 

@@ -73,13 +73,7 @@ def test_the_default_output_folder_is_checked_before_a_model_is_loaded(capsys, m
     assert "/runs' is not a folder" in refused(capsys, monkeypatch, "tune", *TOY)
 
 
-def test_a_prompt_comes_from_standard_input(capsys, monkeypatch) -> None:
-    flags = ("--max-tokens", "20")
-    _, expected, _ = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("The heron\n"))
-    assert run(capsys, monkeypatch, "generate", *TOY, "-p", "-", *flags)[:2] == (0, expected)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
-    assert "standard input is empty" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
+def test_standard_input_that_is_no_text_is_refused(capsys, monkeypatch) -> None:
     for errors in ("strict", "surrogateescape"):  # the second is Python's choice in the locale C.UTF-8
         stream = io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8", errors=errors)
         monkeypatch.setattr(sys, "stdin", stream)

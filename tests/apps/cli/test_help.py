@@ -50,6 +50,7 @@ def test_help_of_every_command_has_no_type_notation(name: str, capsys: Any, monk
         code, out, err = run(capsys, monkeypatch, *name.split(), word)
         assert code == 0 and not err and out.startswith(f"Usage: {' '.join(('slipstream', *name.split()))} [OPTIONS]")
         assert not re.search(r"\bx[<>]|<path>|\w\.\.\.\n", out)
+        assert ("--json FILE" in out) == (name not in ("", "chat", "help", "launch", "report", "serve"))
 
 
 def test_help_all_explains_the_draft_length_as_the_decoder_does(capsys: Any, monkeypatch: Any) -> None:

@@ -27,7 +27,7 @@ def test_a_prompt_is_an_argument_an_option_or_standard_input(capsys: Any, monkey
     code, expected, _ = run(capsys, monkeypatch, "generate", *TOY, "The heron")
     assert code == 0 and expected.strip()
     assert run(capsys, monkeypatch, "generate", *TOY, "-p", "The heron")[:2] == (0, expected)
-    for words in ((), ("-",), ("--prompt-file", "-")):
+    for words in ((), ("-",), ("-p", "-"), ("--prompt-file", "-")):
         typed(monkeypatch, "The heron\n")
         assert run(capsys, monkeypatch, "generate", *TOY, *words)[:2] == (0, expected)
 
@@ -68,14 +68,6 @@ def test_a_prompt_needs_no_standard_input(capsys: Any, monkeypatch: Any) -> None
     assert run(capsys, monkeypatch, "generate", *TOY, "The heron")[:2] == (0, expected)
 
 
-def test_several_arguments_are_several_prompts(capsys: Any, monkeypatch: Any) -> None:
-    code, out, _ = run(capsys, monkeypatch, "generate", *TOY, "The heron", "A sparrow", "--json", "-")
-    results = json.loads(out)["results"]
-    assert code == 0 and len(results) == 2
-    single = json.loads(run(capsys, monkeypatch, "generate", *TOY, "A sparrow", "--json", "-")[1])["results"]
-    assert results[1]["token_ids"] == single[0]["token_ids"]
-
-
 def test_each_of_several_texts_is_headed_by_its_prompt(capsys: Any, monkeypatch: Any) -> None:
     _, out, _ = run(capsys, monkeypatch, "generate", *TOY, "The heron", "A sparrow\n" + 40 * "sings ")
     assert "--- 1: The heron\n" in out and "--- 2: A sparrow sings sings" in out and " ...\n" in out
@@ -114,11 +106,3 @@ def test_sizes_may_end_in_a_unit() -> None:
     from slipstream.apps.cli.simulate import read_size
 
     assert [read_size(text) for text in ("8b", "0.5B", "100g", "1e12", "10t", "3")] == [8e9, 5e8, 1e11, 1e12, 1e13, 3]
-
-
-@pytest.mark.slow
-def test_simulate_reads_sizes_with_a_unit(capsys: Any, monkeypatch: Any) -> None:
-    paper = ("--alpha", "0.7", "--length", "2", "--batch", "1")
-    paper += ("--draft-params", "0.5b", "--bandwidth", "1t", "--flops", "100t", "--json", "-")
-    texts = [run(capsys, monkeypatch, "simulate", "--target-params", size, *paper)[1] for size in ("8b", "8e9")]
-    assert texts[0] == texts[1] and json.loads(texts[0])["costs"]

@@ -290,11 +290,14 @@ def test_head_and_options_are_answered_on_every_address(server: RunningServer) -
 )
 def test_a_wrong_address_names_the_right_one(server: RunningServer, method: str, path: str, meant: str) -> None:
     refusal = server.http.request(method, path, json={} if method == "POST" else None)
-    assert refusal.status_code == 404 and refusal.json()["error"]["message"].endswith(meant)
+    error = refusal.json()["error"]
+    assert refusal.status_code == 404 and set(error) == {"message", "type", "param", "code"}
+    assert error["message"].endswith(meant)
 
 
-def test_a_model_is_found_with_a_slash_at_its_end(server: RunningServer) -> None:
-    assert server.http.get("/v1/models/toy/").json() == server.http.get("/v1/models/toy").json()
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/toy"])
+def test_models_are_found_with_a_slash_at_the_end(server: RunningServer, path: str) -> None:
+    assert server.http.get(f"{path}/").json() == server.http.get(path).json()
 
 
 def test_the_page_loads_through_a_proxy_that_rewrites_the_host(server: RunningServer) -> None:

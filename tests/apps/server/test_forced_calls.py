@@ -10,9 +10,6 @@ import openai
 import pytest
 
 from slipstream import SpeculativeDecoder
-from slipstream.apps.server.error_objects import ApiError
-from slipstream.apps.server.request_reading import Reading, rendered_chat
-from slipstream.apps.server.schemas import ChatFields
 from slipstream.tokenization.answer_parser import AnswerParser
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support import tiny_models
@@ -154,14 +151,6 @@ def test_several_calls_are_separated_as_the_template_writes_them() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_unsupported_call_forms_are_not_forced(name: str) -> None:
     assert HFTokenizer(tokenizer(*OTHERS[name])).call_text() is None
-
-
-def test_a_strict_server_refuses_tools_that_the_template_does_not_read() -> None:
-    offered, reader = [{"type": "function", "function": {"name": "look"}}], HFTokenizer(tiny_models.tokenizer())
-    fields = ChatFields.model_validate({"messages": ASKED, "tools": offered})
-    with pytest.raises(ApiError, match=r"tools: this chat template does not read them; .*; response_format") as refusal:
-        rendered_chat(fields, reader, Reading(strict=True))
-    assert refusal.value.param == "tools"
 
 
 @pytest.mark.slow

@@ -293,7 +293,3 @@ def test_unknown_fields_of_a_refused_request_are_neither_counted_nor_logged(
     ):
         assert ask(server, path, fields)[0] == 400
     assert count(server) == before and not caplog.records
-
-
-def test_the_list_of_models_may_have_a_trailing_slash(server: RunningServer) -> None:
-    assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()

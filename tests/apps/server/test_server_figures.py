@@ -11,7 +11,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.apps.server.server_metrics import HISTOGRAMS
-from tests.support.markers import subcases
 from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
 
 
@@ -111,22 +110,6 @@ def test_the_small_endpoints_answer(server: RunningServer) -> None:
     card = server.http.get("/v1/models/toy").json()
     assert card["id"] == "toy" and card["max_model_len"] == 4096
     assert card == server.http.get("/v1/models").json()["data"][0]
-
-
-@subcases(
-    "method, path, status",
-    [
-        ("GET", "/nothing", 404),
-        ("GET", "/v1/completions", 405),
-        ("DELETE", "/v1/models", 405),
-        ("POST", "/health", 405),
-    ],
-)
-def test_unknown_paths_and_methods_are_answered_with_an_error_object(
-    server: RunningServer, method: str, path: str, status: int
-) -> None:
-    answer = server.http.request(method, path)
-    assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_the_log_has_numbers_but_no_texts(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:

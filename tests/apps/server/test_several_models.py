@@ -348,7 +348,9 @@ def test_the_first_model_answers_to_no_name_and_to_unknown_ones_unless_the_serve
             assert server.complete(max_tokens=1).json()["model"] == "a"
             unknown = ask(server, "gpt-4")
             if is_strict:
-                assert unknown.status_code == 404 and "allowed: 'a', 'b'" in unknown.json()["error"]["message"]
+                refusal = unknown.json()["error"]
+                assert unknown.status_code == 404 and refusal["code"] == "model_not_found"
+                assert "allowed: 'a', 'b'" in refusal["message"]
             else:
                 assert unknown.json()["model"] == "a"
             assert server.http.get("/v1/models/c").status_code == 404

@@ -14,10 +14,11 @@ from slipstream.apps.server.request_reading import Reading, rendered_messages
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.tokenization.tokenizer import ChatForm
 from tests.apps.server.test_recorded_requests import REQUESTS, TURNS, chat_of
-from tests.support.chat_templates import FAMILIES, fetched
+from tests.support.chat_templates import FAMILIES, REAL, TEMPLATES, fetched
 from tests.support.tiny_models import byte_tokenizer
 
 OWN = {f"{family}, own": template for family in FAMILIES if (template := fetched(family)) is not None}
+ALL = TEMPLATES | REAL | FAMILIES | OWN
 over_families = pytest.mark.parametrize("template", (FAMILIES | OWN).values(), ids=(FAMILIES | OWN).keys())
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer", "enum": [1, 2], "default": 1}}}
@@ -57,7 +58,7 @@ def num_same(first: list[int], second: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-@over_families
+@pytest.mark.parametrize("template", ALL.values(), ids=ALL.keys())
 def test_every_recorded_request_is_rendered_and_a_second_turn_continues_the_first(template: str) -> None:
     reader = tokenizer(template)
     reading = Reading(template=TemplateTraits.of(reader))

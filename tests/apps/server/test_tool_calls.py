@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.answers import ChatWriter
 from slipstream.apps.server.error_objects import ApiError
@@ -20,10 +19,8 @@ from slipstream.apps.server.schemas import ChatFields, MessageFields
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 from slipstream.models.toy import ToyTokenizer
-from slipstream.text.answer_reader import AnswerReader
 from slipstream.text.detokenizer import new_text, read_as_committed
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
-from slipstream.tokenization.tokenizer import ToolCall
 from tests.support import tiny_models
 from tests.support.markers import subcases
 from tests.support.running_server import RunningServer, running_server
@@ -55,50 +52,7 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-def parsed(text: str) -> Any:
-    return answer_of(HFTokenizer(tokenizer()), text)
-
-
-@dataclass
-class Parsed:
-    """An answer with calls."""
-
-    content: str
-    calls: list[ToolCall]
-
-
-def answer_of(ours: HFTokenizer, text: str) -> Parsed | None:
-    """The parts of an answer; None if it has no calls."""
-    reader = AnswerReader(ours, ours.bare("u:hi.a:"), TOOLS)
-    pieces = reader.push([*ours.bare(text), 1]) + reader.end()
-    calls = [piece.call for piece in pieces if piece.call is not None]
-    return Parsed("".join(piece.text for piece in pieces), calls) if calls else None
-
-
-def test_calls_are_read_from_an_answer() -> None:
-    answer = parsed(f"let me see {CALL}")
-    assert answer.content == "let me see" and [call.name for call in answer.calls] == ["add"]
-    assert json.loads(answer.calls[0].arguments) == {"x": 1}
-    assert len(parsed(CALL + CALL).calls) == 2
-
-
-@subcases("text", ["no call at all", CALL[:-20], "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>"])
-def test_an_incomplete_or_invalid_call_stays_text(text: str) -> None:
-    assert parsed(text) is None
-
-
 MARKED = '<tool_call>{"name": "add", "arguments": {"x": "a</tool_call>b<tool_call>{"}}</tool_call>'
-
-
-@pytest.mark.parametrize("calls", [MARKED, f"so {MARKED}{CALL}", f"{CALL}{MARKED}", f"{MARKED} {MARKED} and {CALL}"])
-def test_marks_inside_argument_strings_do_not_delimit_calls(calls: str) -> None:
-    values = [json.loads(call.arguments)["x"] for call in parsed(calls).calls]
-    assert values == [1 if part.startswith(CALL) else "a</tool_call>b<tool_call>{" for part in pieces(calls)]
-
-
-def pieces(calls: str) -> list[str]:
-    """The rest of the text from the beginning of each call on."""
-    return [calls[at:] for at in range(len(calls)) if calls[at:].startswith((CALL, MARKED))]
 
 
 @pytest.mark.slow
@@ -116,34 +70,6 @@ def test_calls_before_a_truncated_call_are_reported(cut: int) -> None:
         whole["message"]["content"].removeprefix("so").strip() in CALL
         and whole["finish_reason"] == chunks[-1]["finish_reason"] == "length"
     )
-
-
-@subcases(
-    "call",
-    [
-        '{"name": null, "arguments": {}}',
-        '{"name": ["add"], "arguments": {}}',
-        '{"name": "", "arguments": {}}',
-        r'{"name": "\ud800", "arguments": {}}',
-        '{"name": "add", "arguments": 5}',
-        '{"name": "add", "arguments": [1]}',
-        '{"name": "add", "arguments": "the sum"}',
-        '{"name": "add", "arguments": {"x": NaN}}',
-        '{"name": "add", "arguments": {"x": 1e999}}',
-        f'{{"name": "add", "arguments": {{"x": {"[" * 9_000}{"]" * 9_000}}}}}',
-    ],
-)
-@pytest.mark.slow
-def test_a_call_that_no_client_could_read_stays_text(call: str) -> None:
-    ours = HFTokenizer(tiny_models.tokenizer([*EXTRA, *"\\0589-.NSaTU"], TEMPLATE))
-    assert ours.decode(ours.bare(call)) == call
-    assert answer_of(ours, f"<tool_call>{call}</tool_call>") is None
-
-
-def test_a_call_without_arguments_gets_an_empty_object() -> None:
-    for arguments in (', "arguments": null', ""):
-        call = f'<tool_call>{{"name": "add"{arguments}}}</tool_call>'
-        assert [parsed_call.arguments for parsed_call in parsed(call).calls] == ["{}"]
 
 
 @subcases("arguments", ["5", "[1]", '"x"', [1], 5, True, "[" * 100_000])
@@ -304,11 +230,6 @@ def test_lone_surrogates_and_excessive_nesting_are_refused_by_name(fields: dict[
     with pytest.raises(ApiError, match=f"^{place} (has a lone surrogate|is nested too deep); allowed: ") as refusal:
         rendered_chat(asked, HFTokenizer(tokenizer()), STRICT)
     assert refusal.value.status == 400 and refusal.value.param == place
-
-
-def test_a_conversation_with_a_lone_surrogate_is_refused() -> None:
-    with pytest.raises(UsageError, match="valid Unicode"):
-        HFTokenizer(tokenizer()).chat([{"role": "user", "content": HALF}])
 
 
 @pytest.mark.parametrize(("behind", "more"), [("", ""), ("\n", ""), (f" and {CALL}", "\nand"), (" or so", "\nor so")])

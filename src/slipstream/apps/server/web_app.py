@@ -39,7 +39,6 @@ KINDS = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "css": "text/css; charset=utf-8",
-    "svg": "image/svg+xml",
 }
 PAGE = resources.files("slipstream.apps.server") / "page"  # the folder of the page's files
 

@@ -117,7 +117,7 @@ def _field_of(processor: Any, prompt: PaddedPrompt, end_ids: frozenset[int] | No
 
 def _ignored(penalty: Any, row: int) -> int:
     """Number of leading tokens that a repetition penalty ignores in a row."""
-    ignored = getattr(penalty, "prompt_ignore_length", None)  # versions before it penalize padding
+    ignored = penalty.prompt_ignore_length
     return int(ignored[row]) if isinstance(ignored, Tensor) else ignored or 0
 
 
@@ -130,7 +130,7 @@ def for_row(processor: Any, row: int, num_rows: int) -> Any:
     kind = type(processor)
     narrowed = copy(processor)
     if kind is hf.RepetitionPenaltyLogitsProcessor:
-        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+        if isinstance(processor.prompt_ignore_length, Tensor):
             narrowed.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
     elif kind is hf.EncoderRepetitionPenaltyLogitsProcessor:
         first = row * processor.encoder_input_ids.shape[0] // num_rows  # not repeated for num_return_sequences
