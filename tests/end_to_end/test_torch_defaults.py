@@ -1,7 +1,6 @@
 """Texts do not depend on PyTorch's default type and device, which stay as the caller set them; NaN is an error."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -132,31 +131,37 @@ def test_nan_logits_of_a_draft_model_change_no_text(acceptance: str, unchecked: 
         assert result.token_ids == plain.generate(PROMPTS[0], params).token_ids
 
 
-SETTINGS: dict[str, Any] = {
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "onednn": lambda: torch.backends.mkldnn.flags(enabled=False),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("begins_inside", [False, True])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_decoder_follows_how_pytorch_multiplies_and_leaves_nothing_of_it_behind(
-    setting: str, begins_inside: bool
-) -> None:
+def test_a_decoder_follows_autocast_and_leaves_nothing_of_it_behind(begins_inside: bool) -> None:
     def logits(decoder: SpeculativeDecoder, is_inside: bool) -> torch.Tensor:
-        with SETTINGS[setting]() if is_inside else nullcontext():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_inside):
             return decoder.next_logits([*PROMPTS[0], 5, 6, 7])
 
-    def fresh_decoder(is_inside: bool) -> SpeculativeDecoder:
-        with SETTINGS[setting]() if is_inside else nullcontext():
-            return SpeculativeDecoder(fresh("llama", hidden_size=256), reproducible=False)
-
-    expected = {is_inside: logits(fresh_decoder(is_inside), is_inside) for is_inside in (False, True)}
+    expected = {
+        is_inside: logits(SpeculativeDecoder(fresh("llama"), reproducible=False), is_inside)
+        for is_inside in (False, True)
+    }
     assert not torch.equal(expected[False], expected[True])
-    decoder = fresh_decoder(False)
+    decoder = SpeculativeDecoder(fresh("llama"), reproducible=False)
     for is_inside in (begins_inside, not begins_inside, begins_inside):
         assert torch.equal(logits(decoder, is_inside), expected[is_inside])
+
+
+@pytest.mark.parametrize("setting", ["onednn", "float32 precision"])
+def test_a_model_is_tried_again_where_pytorch_multiplies_in_another_way(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = SpeculativeDecoder(fresh("llama"), drafter="ngram", reproducible=False)
+    decoder.generate(PROMPTS[0], max_tokens=4)
+    before = decoder.target
+    if setting == "onednn":
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    else:
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    decoder.renew()
+    assert decoder.target is not before
+    assert decoder.tokens_in_memory() == (0, 0)
 
 
 def test_shapes_are_chosen_again_for_another_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
