@@ -146,3 +146,29 @@ def test_a_decoder_follows_autocast_and_leaves_nothing_of_it_behind(begins_insid
     decoder = SpeculativeDecoder(fresh("llama"), reproducible=False)
     for is_inside in (begins_inside, not begins_inside, begins_inside):
         assert torch.equal(logits(decoder, is_inside), expected[is_inside])
+
+
+@pytest.mark.parametrize("setting", ["onednn", "float32 precision"])
+def test_a_model_is_tried_again_where_pytorch_multiplies_in_another_way(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = SpeculativeDecoder(fresh("llama"), drafter="ngram", reproducible=False)
+    decoder.generate(PROMPTS[0], max_tokens=4)
+    before = decoder.target
+    if setting == "onednn":
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    else:
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    decoder.renew()
+    assert decoder.target is not before
+    assert decoder.tokens_in_memory() == (0, 0)
+
+
+def test_shapes_are_chosen_again_for_another_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = SpeculativeDecoder(fresh("llama"), drafter="ngram")
+    decoder.generate(PROMPTS[0], max_tokens=4)
+    before = decoder.calibration
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    decoder.renew()
+    assert decoder.calibration is not before
+    assert decoder.tokens_in_memory() == (0, 0)

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -55,6 +56,12 @@ def lock_of(model: object) -> ModelLock:
     if lock is None or lock.process != os.getpid():  # a copy of a model, or one from before a fork
         lock = attributes[ATTRIBUTE] = ModelLock()
     return lock
+
+
+def arithmetic() -> tuple[object, ...]:
+    """The settings of PyTorch that decide how it multiplies; which layers are replaced depends on them, too."""
+    onednn: Any = torch.backends.mkldnn
+    return torch.get_float32_matmul_precision(), onednn.enabled, autocast_types()
 
 
 def autocast_types() -> dict[str, torch.dtype]:

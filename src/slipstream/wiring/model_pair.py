@@ -68,6 +68,7 @@ class ModelPair:
     windowed: WindowedSession | None = None  # the draft model's session that reads a part of long prompts
     draft_times: DraftTimes = NOT_TIMED
     settings: ModelSettings = field(default_factory=ModelSettings)  # that the target brings
+    threads: int = field(default_factory=torch.get_num_threads)  # with which the target's shapes were chosen
 
     @classmethod
     def load(
@@ -130,6 +131,7 @@ class ModelPair:
 
         If nothing was changed, this pair. If only weights have other values, this pair as well, with empty caches,
         unless there are copies of them. A model that was changed otherwise is tried again, as if it were another one.
+        With another number of threads, other shapes may agree: they are chosen again, and nothing cached is used.
         """
         changed = [loaded for loaded in self.loaded if loaded.view is not None and loaded.view.is_outdated()]
         if not changed:
@@ -138,14 +140,18 @@ class ModelPair:
                 self.forget()
             for view in rewritten:
                 view.accept_weights()
-            return self
+            if self.threads == torch.get_num_threads():
+                return self
+            pair = self.with_shapes(config)
+            pair.forget()
+            return pair
         from slipstream.models.pretrained import wrap_again
 
         draft = self.draft
         if draft is not None and draft in changed:
             draft = wrap_again(draft, draft_options_of(config, self.target.backend.device))
         if self.target not in changed:
-            return self._with_loaded_draft(draft, config)
+            return self._with_loaded_draft(draft, config).current(config)
         return self._of_loaded(wrap_again(self.target, load_options_of(config)), draft, config)
 
     def num_writes(self) -> int:
@@ -155,7 +161,8 @@ class ModelPair:
     def with_shapes(self, config: DecoderConfig) -> ModelPair:
         """A pair of these models and caches that keeps to the forward shapes of other settings."""
         shapes, calibration = choose_shapes(self.target, config.reproducible, config.max_batch_size)
-        return replace(self, target_session=self.target_session.with_shapes(shapes), calibration=calibration)
+        session = self.target_session.with_shapes(shapes)
+        return replace(self, target_session=session, calibration=calibration, threads=torch.get_num_threads())
 
     def _with_draft_times(self, max_rows: int) -> ModelPair:
         """This pair with the time of drafts of up to `max_rows` rows, if the target's forwards were timed too."""

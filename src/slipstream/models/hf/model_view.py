@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from slipstream.errors import UsageError
-from slipstream.models.exclusive_use import autocast_types
+from slipstream.models.exclusive_use import arithmetic
 
 CONTAINERS = frozenset((list, set, dict, OrderedDict))
 SETTINGS = (PreTrainedConfig, GenerationConfig)
@@ -51,21 +51,21 @@ class ModelView:
         tensors = {id(tensor): tensor for m in modules for tensor in (*m._parameters.values(), *m._buffers.values())}
         self._tensors: list[Tensor] = [tensor for tensor in tensors.values() if tensor is not None]
         self._places = [_place(tensor) for tensor in self._tensors]
-        self._autocast = autocast_types()
+        self._arithmetic = arithmetic()
         self._samples = [part for tensor in self._tensors if (part := _sample(tensor)) is not None]
         self._values = self._read()
 
     def is_same_model(self) -> bool:
         """True if the model has the modules, settings and tensors that the view was made of, with whatever values.
 
-        It also has to be in the same `torch.autocast`, whose precision the cached keys and values have.
+        PyTorch also has to multiply as before, which cached keys and values depend on.
         """
         for now, before in self._attributes:
             before["training"] = now["training"]  # the view has a mode of its own
             if not _equal(now, before):
                 return False
         same_settings = all(_equal(now, before) for now, before in self._settings)
-        same_settings = same_settings and autocast_types() == self._autocast
+        same_settings = same_settings and arithmetic() == self._arithmetic
         return same_settings and [_place(tensor) for tensor in self._tensors] == self._places
 
     def has_same_weights(self) -> bool:
