@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.models.cpu.block_experts import experts_of
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.kernel_libraries import block_version
 from slipstream.models.cpu.quantized_linear import arithmetic_of
@@ -47,4 +48,5 @@ def _fingerprint(backend: HFBackend, model: PlannedModel) -> str:
     config = model.config
     sizes = f"{config.num_hidden_layers} layers {how} {config.num_attention_heads} heads of {config.head_dim}"
     kernels = f"{block_version()} {arithmetic_of(model)}"
+    products += sorted({f"{block.plan} in {block.formats}" for block in experts_of(model)})
     return f"{config.model_type} {sizes} {backend.vocab_size} tokens {kernels} {' '.join(products)}"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
+from slipstream.models.cpu.block_experts import EmptyExperts
 from slipstream.models.cpu.block_linear import ScaledEmbedding
 from slipstream.models.decoder.around_layers import STATIC
 from slipstream.models.decoder.attention import GROUPED, MaskBuilder
@@ -45,6 +46,13 @@ PLANNED = {
     "exaone4": "Exaone4ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 
 
@@ -87,7 +95,8 @@ class PlannedModel(nn.Module):
         super().__init__()
         self.config = Configuration(**settings)
         # angles come in halves, in whichever order transformers' module has them
-        self.plan = plan_of(self.config, MaskBuilder(self).windows).with_layers(angles_in_pairs=False)
+        plan = plan_of(self.config, MaskBuilder(self).windows)
+        self.plan = plan.with_layers(angles_in_pairs=False, angles_of_pairs=False)
         self._fused: list[tuple[nn.Module, FusedLayer]] = []
         hidden, vocabulary = self.config.hidden_size, self.config.vocab_size
         is_gemma = self.config.model_type.startswith("gemma")
@@ -133,7 +142,7 @@ class PlannedModel(nn.Module):
         for layer, plan in zip(self.model.layers, self.plan.layers, strict=True):
             for paths in (plan.qkv, (plan.out,), plan.gate_up, (plan.down,)):
                 entering = torch.empty(0)
-                calls += [(layer.get_submodule(path), entering) for path in paths]
+                calls += [(layer.get_submodule(path), entering) for path in paths if path is not None]
         return [*calls, (self.lm_head, torch.empty(0))]
 
     def fused_layers(self) -> list[tuple[nn.Module, FusedLayer]]:
@@ -198,16 +207,16 @@ def _layer(plan: LayerPlan, settings: Mapping[str, Any]) -> nn.Module:
     layer, hidden, heads = nn.Module(), settings["hidden_size"], plan.heads * plan.size
     keys = plan.key_heads * plan.size
     kind, use_bias = settings["model_type"], settings.get("use_bias", False)
-    enters = settings.get("attention_bias", use_bias) or kind == "qwen2"
-    leaves = enters and kind not in ("qwen2", "glm4")
+    enters = settings.get("attention_bias", settings.get("qkv_bias", use_bias)) or kind == "qwen2"
+    leaves = enters and not kind.startswith(("qwen2", "glm4"))
     in_mlp = settings.get("mlp_bias", use_bias)
     qkv = [heads, keys, keys] if len(plan.qkv) > 1 else [heads + 2 * keys]
-    inner = [plan.inner] * len(plan.gate_up) if len(plan.gate_up) > 1 else [plan.inner * (1 + plan.is_gated)]
+    inner = [plan.inner * (2 if plan.is_gated and len(plan.gate_up) == 1 else 1)] * len(plan.gate_up)
     linears = [(path, hidden, outputs, enters) for path, outputs in zip(plan.qkv, qkv, strict=True)]
     linears += [(plan.out, heads, hidden, leaves)]
     linears += [(path, hidden, outputs, in_mlp) for path, outputs in zip(plan.gate_up, inner, strict=True)]
-    assert plan.down is not None  # mixtures have no planned model
-    linears += [(plan.down, plan.inner, hidden, in_mlp)]
+    if plan.down is not None:
+        linears += [(plan.down, plan.inner, hidden, in_mlp)]
     for path, inputs, outputs, has_bias in linears:
         _put(layer, path, _empty_linear(inputs, outputs, has_bias=bool(has_bias)))
     sizes = (heads, keys) if plan.norms_all_heads else (plan.size, plan.size)
@@ -215,6 +224,10 @@ def _layer(plan: LayerPlan, settings: Mapping[str, Any]) -> nn.Module:
         _put(layer, path, PlannedNorm(size, plan.norm, has_bias=False))
     for norm in filter(None, plan.norms):
         _put(layer, norm, PlannedNorm(hidden, plan.norm, has_bias=_has_norm_bias(settings)))
+    if plan.experts is not None:
+        _put(layer, plan.experts.block, EmptyExperts(plan.experts))
+    if plan.sinks is not None:
+        layer.get_submodule("self_attn").register_parameter("sinks", _empty(plan.heads))
     return layer
 
 
