@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 
 from slipstream.models.cpu.processor import NEEDED, processor
+from slipstream.models.decoder.mixtures import MIXTURES as MIXTURES_BY_TYPE
+from slipstream.models.decoder.planned_model import PLANNED
+from tests.support.gguf_architectures import CASES, architecture, write_case
 from tests.support.gguf_files import write_chat_model
+from tests.support.markers import mostly_exhaustive
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(
@@ -37,6 +41,17 @@ def generate(*arguments: str) -> tuple[str, list[Any]]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
     return run.stdout, json.loads(run.stderr.strip().splitlines()[-1])
+
+
+MIXTURES = [name for name, case in CASES.items() if case.model_type in PLANNED.keys() & MIXTURES_BY_TYPE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", mostly_exhaustive(MIXTURES, "qwen3moe"))
+def test_a_mixture_of_experts_needs_no_transformers(name: str, tmp_path: Path) -> None:
+    write_case(tmp_path / "mixture.gguf", architecture(name), CASES[name], "Q8_0")
+    text, outcome = generate("-m", str(tmp_path / "mixture.gguf"))
+    assert outcome == [0, []] and text.strip()
 
 
 @pytest.mark.slow
