@@ -62,11 +62,13 @@ def test_plan_parameters_and_angles_are_those_of_transformers(name: str, tmp_pat
     weight, embedding = reference.get_input_embeddings().weight, planned.get_input_embeddings()
     embedded = torch.func.functional_call(embedding, {"weight": weight}, (ids,))
     assert torch.equal(embedded, reference.get_input_embeddings()(ids))
-    module = reference.get_decoder().rotary_emb
-    for kind, rope_type in planned.model.rotary_emb.rope_type.items():
+    if not plan.rotates:
+        return
+    module, rotary = (model.get_decoder().get_submodule(plan.rotary) for model in (reference, planned))
+    for kind, rope_type in rotary.rope_type.items():
         by_kind = isinstance(module.rope_type, dict)
         expected = module(embedded, positions, **({"layer_type": kind} if by_kind else {}))
-        angles = planned.model.rotary_emb(embedded, positions, kind)
+        angles = rotary(embedded, positions, kind)
         if plan.layers[0].angles_in_pairs:
             expected = [part[..., ::2].repeat(1, 1, 2) for part in expected]
         if plan.layers[0].angles_of_pairs:
@@ -127,7 +129,7 @@ def test_drafts_batches_trees_and_heads_keep_the_text(tmp_path: Path) -> None:
 
 
 def test_other_models_are_left_to_transformers(tmp_path: Path) -> None:
-    for name in ("phi3-longrope", "deepseek2", "lfm2"):
+    for name in ("phi3-longrope", "deepseek2", "qwen35"):
         write_case(tmp_path / f"{name}.gguf", architecture(name), CASES[name])
         assert planned_model(settings_of(read_header(tmp_path / f"{name}.gguf"))) is None
     write_case(tmp_path / "llama.gguf", "llama", CASES["llama"])
