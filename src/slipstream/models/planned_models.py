@@ -47,5 +47,9 @@ def _fingerprint(backend: HFBackend, model: PlannedModel) -> str:
     config = model.config
     sizes = f"{config.num_hidden_layers} layers {how} {config.num_attention_heads} heads of {config.head_dim}"
     kernels = f"{block_version()} {arithmetic_of(model)}"
-    products += sorted({f"{block.plan} in {block.formats}" for block in experts_of(model)})
+    products += sorted(
+        {f"{block.extra_repr()} {block.plan.inner}+{block.plan.shared_inner}" for block in experts_of(model)}
+    )
+    if (states := backend.cache.states) is not None:
+        products += [f"compiled states {states.compiled}", *sorted({f"{tuple(p.shape)}" for p in model.parameters()})]
     return f"{config.model_type} {sizes} {backend.vocab_size} tokens {kernels} {' '.join(products)}"
