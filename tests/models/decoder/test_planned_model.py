@@ -102,6 +102,8 @@ def test_logits_have_the_bits_of_transformers_model_over_the_same_kernels(
     assert all(torch.equal(*pair) for pair in pairs if planned.backend.stack is not None)
     assert all(torch.allclose(*pair, atol=1e-4) for pair in pairs)
     assert planned.end_ids == reference.end_ids and planned.arithmetic == reference.arithmetic
+    if name not in ("phi3", "glm4"):  # whose modules transformers has in another order
+        assert planned.backend.weights_digest() == reference.backend.weights_digest()
     assert kl(layer_by_layer, pairs[0][0][:, -3:]) < 0.02 < kl(layer_by_layer, pairs[0][0][:, :3])
     assert not torch.equal(pairs[0][0][:, 1:8], pairs[0][0][:, :7])
 
