@@ -157,9 +157,11 @@ class PlannedModel(nn.Module):
             position_ids = position_ids.expand(input_ids.shape)
             past_key_values.reserve(*input_ids.shape)
             attended = past_key_values.place(0, [0] * len(input_ids), position_ids)
-            attention_mask = MaskBuilder(self).build_hybrid(position_ids, torch.arange(attended))
-            if past_key_values.states is not None:
-                past_key_values.states.begin(0, [0] * len(input_ids), input_ids.shape[1])
+            masks, states = MaskBuilder(self), past_key_values.states
+            build = masks.build if states is None else masks.build_hybrid
+            attention_mask = build(position_ids, torch.arange(attended))
+            if states is not None:
+                states.begin(0, [0] * len(input_ids), input_ids.shape[1])
         hidden = self.plan.enter(self.model.embed_tokens(input_ids))
         kinds = _kinds(vars(self.config))
         rotary = self.model.get_submodule(self.plan.rotary)
