@@ -50,7 +50,7 @@ NAMES = [name for name, case in CASES.items() if case.model_type in PLANNED and 
 def test_a_gguf_file_needs_no_transformers(name: str, tmp_path: Path) -> None:
     write_case(tmp_path / "model.gguf", architecture(name), CASES[name], "Q8_0")
     text, outcome = generate("-m", str(tmp_path / "model.gguf"))
-    assert outcome == [0, []] and text.strip()
+    assert outcome == [0, []] and text.rstrip("\n")  # of random tokens, some of which are white space
 
 
 @pytest.mark.slow
