@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.models.cpu.block_experts import experts_of
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.kernel_libraries import block_version
 from slipstream.models.cpu.quantized_linear import arithmetic_of
 from slipstream.models.cpu.thread_placement import separate_threads
-from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.planned_model import PlannedModel
 from slipstream.models.draft_vocabulary import Restriction
 from slipstream.models.generation_settings import end_ids
@@ -27,8 +27,8 @@ def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: Q
     separate_threads()
     wrapped = load_tokenizer(source, quantized.folder, options) if tokenizer is None else HFTokenizer(tokenizer)
     restriction = Restriction(model, options.vocabulary, None)
-    backend = HFBackend(model, SlotCache(len(model.plan.layers)))
-    backend.ragged = True
+    backend = HFBackend(model, model.new_cache())
+    backend.ragged = backend.cache.states is None
     passed = passed_trials(source, quantized.folder, model, options, "in blocks")
     use_compiled_ops(backend, model.plan, model.fused_layers(), OwnLogits(backend, passed))
     if backend.stack is None:
@@ -47,4 +47,9 @@ def _fingerprint(backend: HFBackend, model: PlannedModel) -> str:
     config = model.config
     sizes = f"{config.num_hidden_layers} layers {how} {config.num_attention_heads} heads of {config.head_dim}"
     kernels = f"{block_version()} {arithmetic_of(model)}"
+    products += sorted(
+        {f"{block.extra_repr()} {block.plan.inner}+{block.plan.shared_inner}" for block in experts_of(model)}
+    )
+    if (states := backend.cache.states) is not None:
+        products += [f"compiled states {states.compiled}", *sorted({f"{tuple(p.shape)}" for p in model.parameters()})]
     return f"{config.model_type} {sizes} {backend.vocab_size} tokens {kernels} {' '.join(products)}"

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from slipstream.models.cpu.processor import NEEDED, processor
+from slipstream.models.decoder.planned_model import PLANNED
+from tests.support.gguf_architectures import CASES, architecture, write_case
 from tests.support.gguf_files import write_chat_model
+from tests.support.markers import mostly_exhaustive
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(
@@ -39,8 +42,19 @@ def generate(*arguments: str) -> tuple[str, list[Any]]:
     return run.stdout, json.loads(run.stderr.strip().splitlines()[-1])
 
 
+NAMES = [name for name, case in CASES.items() if case.model_type in PLANNED and name != "phi3-longrope"]
+
+
 @pytest.mark.slow
-def test_a_gguf_file_and_a_draft_need_no_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", mostly_exhaustive(NAMES, "qwen3moe", "granitehybrid"))
+def test_a_gguf_file_needs_no_transformers(name: str, tmp_path: Path) -> None:
+    write_case(tmp_path / "model.gguf", architecture(name), CASES[name], "Q8_0")
+    text, outcome = generate("-m", str(tmp_path / "model.gguf"))
+    assert outcome == [0, []] and text.rstrip("\n")  # of random tokens, some of which are white space
+
+
+@pytest.mark.slow
+def test_a_draft_needs_no_transformers(tmp_path: Path) -> None:
     target, draft = (
         write_chat_model(tmp_path / "target.gguf"),
         write_chat_model(tmp_path / "draft.gguf", num_hidden_layers=1),

@@ -24,6 +24,7 @@ from slipstream.models.cpu.block_experts import (
     Stack,
     experts_of,
     numbers_part,
+    plan_of_block,
     replace_experts,
 )
 from slipstream.models.cpu.block_linear import BlockLinear, BlockPart
@@ -57,7 +58,8 @@ def one_thread_afterwards() -> Iterator[None]:
 def in_kernels(model: Any, pack: Any = numbers_part) -> BlockExperts:
     name, block = block_of(model)
     computed = ExpertArithmetic("int8", loaded(block_recipe(HERE[0])))
-    return BlockExperts(block, name, model.config.get_text_config(), ModuleTensors(block, name, pack), computed)
+    config = model.config.get_text_config()
+    return BlockExperts(plan_of_block(block, config), name, config, ModuleTensors(block, name, pack), computed)
 
 
 def hidden(result: Any) -> Tensor:
@@ -119,7 +121,8 @@ def of_blocks(
     model = mixture("qwen2_moe", **sizes)
     name, block = block_of(model)
     computed = ExpertArithmetic(activations, loaded(block_recipe(isa)))
-    return BlockExperts(block, name, model.config, RandomTensors(kinds, list(order)), computed)
+    plan = plan_of_block(block, model.config)
+    return BlockExperts(plan, name, model.config, RandomTensors(kinds, list(order)), computed)
 
 
 MIXED = [

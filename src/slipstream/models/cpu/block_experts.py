@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -111,19 +110,19 @@ class BlockExperts(nn.Module):
 
     def __init__(
         self,
-        block: nn.Module,
+        plan: ExpertsPlan,
         name: str,
         config: Any,
         tensors: ExpertTensors,
         computed: ExpertArithmetic,
     ) -> None:
-        """block: transformers' own, of which only shapes, settings and the activation are used; name: in the model.
+        """name: in the model; config: of the text model.
 
-        config: of the text model. Raises `NotInBlocksError` if the kernels cannot compute this block.
+        Raises `NotInBlocksError` if the kernels cannot compute this block.
         """
         super().__init__()
-        self.plan = plan = _plan_of(block, config)
-        _check(block, plan)
+        self.plan = plan
+        _check_sizes(plan)
         self.activations, self.reads, library = computed.activations, computed.reads, computed.library
         self._library = library
         count, hidden = plan.count, plan.hidden
@@ -140,7 +139,7 @@ class BlockExperts(nn.Module):
         bias = plan.choice_bias
         self._vectors = [
             tensors.values(f"{name}.{plan.router}.bias", (count,)) if plan.is_biased else None,
-            tensors.values(f"{name}.{bias}", tuple(attrgetter(bias)(block).shape)) if bias else None,
+            tensors.values(f"{name}.{bias}", (1, count) if plan.bias_is_row else (count,)) if bias else None,
             tensors.values(f"{name}.{plan.shared_gate}.weight", (1, hidden)) if plan.shared_gate else None,
         ]
         self._structs: list[Any] = []  # arrays whose addresses the struct has
@@ -254,8 +253,18 @@ class RouterNorm(nn.Module):
         return None, normed, normed
 
 
-def _plan_of(block: nn.Module, config: Any) -> ExpertsPlan:
+class EmptyExperts(nn.Module):
+    """The place of a block of experts in a model without weights."""
+
+    def __init__(self, plan: ExpertsPlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+def plan_of_block(block: nn.Module, config: Any) -> ExpertsPlan:
     """What a block computes. Raises `NotInBlocksError` if it is none that is declared, or does more."""
+    if isinstance(block, EmptyExperts):
+        return block.plan
     kind = type(block)
     family = config.model_type.removesuffix("_text")
     if kind.__module__ != f"transformers.models.{family}.modeling_{family}":
@@ -263,9 +272,11 @@ def _plan_of(block: nn.Module, config: Any) -> ExpertsPlan:
     if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in block.modules()):
         raise NotInBlocksError(f"other code changes what {kind.__name__} computes")
     try:
-        return experts_plan(config)
+        plan = experts_plan(config)
     except UnknownLayerError as error:
         raise NotInBlocksError(str(error)) from error
+    _check_activation(block, plan)
+    return plan
 
 
 def expert_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -273,8 +284,11 @@ def expert_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(experts := getattr(module, "experts", None), nn.Module)
-        and any(parameter.dim() == 3 for parameter in experts.parameters(recurse=False))
+        if isinstance(module, EmptyExperts)
+        or (
+            isinstance(experts := getattr(module, "experts", None), nn.Module)
+            and any(parameter.dim() == 3 for parameter in experts.parameters(recurse=False))
+        )
     ]
 
 
@@ -285,18 +299,16 @@ def replace_experts(model: Any, tensors: Callable[[nn.Module, str], ExpertTensor
     """
     blocks = expert_blocks(model)
     config = model.config.get_text_config()
-    for _, block in blocks:
-        _plan_of(block, config)  # before the first one is replaced
-    has_blocks = bool(blocks)
-    while blocks:
+    plans = [plan_of_block(block, config) for _, block in blocks]  # before the first one is replaced
+    for plan in plans:
         name, block = blocks.pop(0)  # so that nothing holds it when it is replaced
-        experts = BlockExperts(block, name, config, tensors(block, name), computed)
+        experts = BlockExperts(plan, name, config, tensors(block, name), computed)
         if experts.router_norm is not None:  # the block is the layer
             block.experts, block.router = experts, experts.router_norm
             continue
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, experts)
-    if has_blocks and hasattr(config, "output_router_logits"):
+    if plans and hasattr(config, "output_router_logits"):
         config.output_router_logits = False  # for the balancing loss of training, which needs the replaced routers
 
 
@@ -454,7 +466,7 @@ def stacks_of_single_experts(
     return ExpertStacks(gate, up, stack(kind[2], plan.hidden, plan.inner))
 
 
-def _check(block: nn.Module, plan: ExpertsPlan) -> None:
+def _check_sizes(plan: ExpertsPlan) -> None:
     """Raise `NotInBlocksError` where the kernels cannot compute a block, `SlipstreamError` where nothing can."""
     sizes = [plan.inner, plan.hidden] + ([plan.shared_inner] if plan.shared else [])
     if odd := [size for size in sizes if size % INPUTS or not size]:
@@ -462,7 +474,10 @@ def _check(block: nn.Module, plan: ExpertsPlan) -> None:
     if type(plan.used) is not int or not 1 <= plan.used <= plan.count:
         allowed = f"1 to {plan.count}, its number of experts"
         raise SlipstreamError(f"the configuration has num_experts_per_tok={plan.used!r}; allowed: {allowed}")
-    experts: Any = block.experts
+
+
+def _check_activation(block: Any, plan: ExpertsPlan) -> None:
+    experts = block.experts
     (slope, cubic), act = plan.activation, getattr(experts, "act_fn", None)
     if act is None:  # SwiGLU with limits, which older versions do not read from the configuration
         if (experts.alpha, experts.limit) != (slope, plan.limit):

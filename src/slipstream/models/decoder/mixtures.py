@@ -105,6 +105,7 @@ def _ernie4_5(config: Any) -> ExpertsPlan:
         used=config.moe_k,
         floor=config.moe_norm_min,
         choice_bias="gate.moe_statics.e_score_correction_bias",
+        bias_is_row=True,
         **shared,
     )
 

@@ -66,6 +66,7 @@ class ExpertsPlan:
     floor: float = 0.0  # added to that sum
     factor: float = 1.0  # of the scores
     choice_bias: str | None = None  # added to the scores for the choice only
+    bias_is_row: bool = False  # this bias is [1, count], not [count]
     expert_scales: str | None = None  # factors of the experts' outputs
     router_scale: str | None = None  # factors of the router's inputs, which are normalized by a module of its own
     shared: str | None = None  # the expert that all tokens use

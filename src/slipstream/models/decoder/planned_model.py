@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm
+from torch.nn.functional import layer_norm, silu
 
+from slipstream.models.cpu.block_experts import EmptyExperts
 from slipstream.models.cpu.block_linear import ScaledEmbedding
 from slipstream.models.decoder.around_layers import STATIC
 from slipstream.models.decoder.attention import GROUPED, MaskBuilder
@@ -23,29 +24,18 @@ from slipstream.models.decoder.families import plan_of
 from slipstream.models.decoder.fused_layer import FusedLayer, fused_layers
 from slipstream.models.decoder.plan import LayerPlan, NormPlan, UnknownLayerError
 from slipstream.models.decoder.rotary import RotaryAngles
+from slipstream.models.hf.recurrent_mixers import recurrent_states
 
 FULL = "full_attention"
 # types whose plan says everything about their models, with transformers' class; tests compare both
-PLANNED = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
-}
+NAMES = (
+    "llama=Llama mistral=Mistral ministral3=Ministral3 qwen2=Qwen2 qwen3=Qwen3 gemma=Gemma gemma2=Gemma2 "
+    "gemma3_text=Gemma3 phi3=Phi3 smollm3=SmolLM3 olmo2=Olmo2 olmo3=Olmo3 glm4=Glm4 granite=Granite "
+    "cohere2=Cohere2 exaone4=Exaone4 ernie4_5=Ernie4_5 starcoder2=Starcoder2 qwen2_moe=Qwen2Moe "
+    "qwen3_moe=Qwen3Moe mixtral=Mixtral olmoe=Olmoe granitemoe=GraniteMoe gpt_oss=GptOss glm4_moe=Glm4Moe "
+    "lfm2=Lfm2 lfm2_moe=Lfm2Moe granitemoehybrid=GraniteMoeHybrid"
+)
+PLANNED = {kind: f"{name}ForCausalLM" for kind, _, name in (each.partition("=") for each in NAMES.split())}
 
 
 class Configuration(SimpleNamespace):
@@ -87,7 +77,8 @@ class PlannedModel(nn.Module):
         super().__init__()
         self.config = Configuration(**settings)
         # angles come in halves, in whichever order transformers' module has them
-        self.plan = plan_of(self.config, MaskBuilder(self).windows).with_layers(angles_in_pairs=False)
+        plan = plan_of(self.config, MaskBuilder(self).windows)
+        self.plan = plan.with_layers(angles_in_pairs=False, angles_of_pairs=False)
         self._fused: list[tuple[nn.Module, FusedLayer]] = []
         hidden, vocabulary = self.config.hidden_size, self.config.vocab_size
         is_gemma = self.config.model_type.startswith("gemma")
@@ -96,8 +87,8 @@ class PlannedModel(nn.Module):
         plain = nn.Embedding(vocabulary, hidden, _weight=rows)
         decoder.embed_tokens = ScaledEmbedding(rows, hidden**0.5) if is_gemma else plain
         decoder.layers = nn.ModuleList(_layer(plan, settings) for plan in self.plan.layers)
-        decoder.norm = PlannedNorm(hidden, self.plan.norm, has_bias=_has_norm_bias(settings))
-        decoder.rotary_emb = RotaryAngles(_ropes(settings), self.config.head_dim)
+        _put(decoder, self.plan.last_norm, PlannedNorm(hidden, self.plan.norm, has_bias=_has_norm_bias(settings)))
+        _put(decoder, self.plan.rotary, RotaryAngles(_ropes(settings), self.config.head_dim))
         self.model: Any = decoder
         self.lm_head: Any = _empty_linear(hidden, vocabulary, has_bias=False)
 
@@ -127,13 +118,19 @@ class PlannedModel(nn.Module):
     def set_output_embeddings(self, head: nn.Module) -> None:
         self.lm_head = head
 
+    def new_cache(self) -> SlotCache:
+        """An empty cache, with states of the recurrent layers if there are any."""
+        cache = SlotCache(len(self.plan.layers))
+        cache.states = recurrent_states(self)
+        return cache
+
     def linear_calls(self) -> list[tuple[nn.Linear, Tensor]]:
         """What `fused_linear.linear_calls` finds by a forward, which an empty model cannot make."""
         calls: list[tuple[nn.Linear, Tensor]] = []
         for layer, plan in zip(self.model.layers, self.plan.layers, strict=True):
             for paths in (plan.qkv, (plan.out,), plan.gate_up, (plan.down,)):
                 entering = torch.empty(0)
-                calls += [(layer.get_submodule(path), entering) for path in paths]
+                calls += [(layer.get_submodule(path), entering) for path in paths if path is not None]
         return [*calls, (self.lm_head, torch.empty(0))]
 
     def fused_layers(self) -> list[tuple[nn.Module, FusedLayer]]:
@@ -156,14 +153,19 @@ class PlannedModel(nn.Module):
         """Logits of tokens [B, W], layer by layer; without a cache, of whole texts."""
         self.fused_layers()  # gives them their forward
         if past_key_values is None or position_ids is None:
-            past_key_values, position_ids = SlotCache(len(self.plan.layers)), torch.arange(input_ids.shape[1])
+            past_key_values, position_ids = self.new_cache(), torch.arange(input_ids.shape[1])
             position_ids = position_ids.expand(input_ids.shape)
             past_key_values.reserve(*input_ids.shape)
             attended = past_key_values.place(0, [0] * len(input_ids), position_ids)
-            attention_mask = MaskBuilder(self).build(position_ids, torch.arange(attended))
+            masks, states = MaskBuilder(self), past_key_values.states
+            build = masks.build if states is None else masks.build_hybrid
+            attention_mask = build(position_ids, torch.arange(attended))
+            if states is not None:
+                states.begin(0, [0] * len(input_ids), input_ids.shape[1])
         hidden = self.plan.enter(self.model.embed_tokens(input_ids))
         kinds = _kinds(vars(self.config))
-        ropes = {kind: self.model.rotary_emb(hidden, position_ids, kind) for kind in set(kinds)}
+        rotary = self.model.get_submodule(self.plan.rotary)
+        ropes = {kind: rotary(hidden, position_ids, kind) for kind in set(kinds)}
         for layer, kind in zip(self.model.layers, kinds, strict=True):
             hidden = layer(
                 hidden,
@@ -172,7 +174,7 @@ class PlannedModel(nn.Module):
                 past_key_values=past_key_values,
                 position_embeddings=ropes[kind],
             )
-        hidden = self.model.norm(hidden)
+        hidden = self.model.get_submodule(self.plan.last_norm)(hidden)
         kept = hidden[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
         return SimpleNamespace(logits=self.plan.finish(self.lm_head(kept)))
 
@@ -193,29 +195,77 @@ class PlannedNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (self._plan.offset + self.weight)
 
 
+class GatedNorm(nn.Module):
+    """The norm of Mamba-2, over groups of numbers that have been multiplied by their gates."""
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon, self.group_size = _empty(size), eps, size // groups
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate: [..., size]."""
+        gated = (x * silu(gate)).unflatten(-1, (-1, self.group_size))
+        normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * normed.flatten(-2)
+
+
 def _layer(plan: LayerPlan, settings: Mapping[str, Any]) -> nn.Module:
-    """An empty layer with the modules that its plan names; norms of heads come first, as in transformers."""
+    """An empty layer with the modules that its plan names; norms come in transformers' order, which `digest` sees."""
     layer, hidden, heads = nn.Module(), settings["hidden_size"], plan.heads * plan.size
     keys = plan.key_heads * plan.size
     kind, use_bias = settings["model_type"], settings.get("use_bias", False)
-    enters = settings.get("attention_bias", use_bias) or kind == "qwen2"
-    leaves = enters and kind not in ("qwen2", "glm4")
+    enters = settings.get("attention_bias", settings.get("qkv_bias", use_bias)) or kind == "qwen2"
+    leaves = enters and not kind.startswith(("qwen2", "glm4"))
     in_mlp = settings.get("mlp_bias", use_bias)
     qkv = [heads, keys, keys] if len(plan.qkv) > 1 else [heads + 2 * keys]
-    inner = [plan.inner] * len(plan.gate_up) if len(plan.gate_up) > 1 else [plan.inner * (1 + plan.is_gated)]
-    linears = [(path, hidden, outputs, enters) for path, outputs in zip(plan.qkv, qkv, strict=True)]
-    linears += [(plan.out, heads, hidden, leaves)]
-    linears += [(path, hidden, outputs, in_mlp) for path, outputs in zip(plan.gate_up, inner, strict=True)]
-    assert plan.down is not None  # mixtures have no planned model
-    linears += [(plan.down, plan.inner, hidden, in_mlp)]
-    for path, inputs, outputs, has_bias in linears:
-        _put(layer, path, _empty_linear(inputs, outputs, has_bias=bool(has_bias)))
+    inner = [plan.inner * (2 if plan.is_gated and len(plan.gate_up) == 1 else 1)] * len(plan.gate_up)
     sizes = (heads, keys) if plan.norms_all_heads else (plan.size, plan.size)
     for path, size in zip(plan.head_norms or (), sizes, strict=False):
         _put(layer, path, PlannedNorm(size, plan.norm, has_bias=False))
     for norm in filter(None, plan.norms):
         _put(layer, norm, PlannedNorm(hidden, plan.norm, has_bias=_has_norm_bias(settings)))
+    mixing = list[tuple[str, nn.Module]]()
+    if plan.recurrent is not None:
+        mixer, outputs, heads = _recurrent(plan, settings)
+        mixing, qkv, enters, leaves = [(plan.recurrent, mixer)], [outputs], False, False
+    mixing += [(path, _empty_linear(hidden, n, has_bias=enters)) for path, n in zip(plan.qkv, qkv, strict=True)]
+    mixing += [(plan.out, _empty_linear(heads, hidden, has_bias=leaves))]
+    mlp = [(path, _empty_linear(hidden, n, has_bias=in_mlp)) for path, n in zip(plan.gate_up, inner, strict=True)]
+    if plan.down is not None:
+        mlp += [(plan.down, _empty_linear(plan.inner, hidden, has_bias=in_mlp))]
+    for path, module in (*mlp, *mixing) if kind == "granitemoehybrid" else (*mixing, *mlp):
+        _put(layer, path, module)
+    if plan.experts is not None:
+        _put(layer, plan.experts.block, EmptyExperts(plan.experts))
+    if plan.sinks is not None:
+        layer.get_submodule("self_attn").register_parameter("sinks", _empty(plan.heads))
     return layer
+
+
+def _recurrent(plan: LayerPlan, settings: Mapping[str, Any]) -> tuple[nn.Module, int, int]:
+    """An empty module of `recurrent_mixers.FORMS`, without its products; outputs of the first, inputs of the last."""
+    mixer: Any = nn.Module()
+    mixer.layer_idx, hidden = plan.index, settings["hidden_size"]
+    if plan.recurrent == "conv":
+        mixer.conv_kernel_size, mixer.bias = settings["conv_L_cache"], settings["conv_bias"]
+        mixer.conv = _convolution(hidden, mixer.conv_kernel_size, has_bias=mixer.bias)
+        return mixer, 3 * hidden, hidden
+    heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size = (
+        settings[f"mamba_{name}"] for name in ("n_heads", "d_head", "n_groups", "d_state")
+    )
+    mixer.num_heads, inner = heads, settings["mamba_expand"] * hidden
+    mixer.intermediate_size, channels = inner, inner + 2 * mixer.n_groups * mixer.ssm_state_size
+    mixer.conv1d = _convolution(channels, settings["mamba_d_conv"], has_bias=settings["mamba_conv_bias"])
+    mixer.norm = GatedNorm(inner, mixer.n_groups, plan.norm.eps)
+    mixer.dt_bias, mixer.A_log, mixer.D = _empty(heads), _empty(heads), _empty(heads)
+    return mixer, inner + channels + heads, inner
+
+
+def _convolution(channels: int, taps: int, *, has_bias: bool) -> nn.Module:
+    convolution = nn.Module()
+    convolution.weight = _empty(channels, 1, taps)
+    convolution.register_parameter("bias", _empty(channels) if has_bias else None)
+    return convolution
 
 
 def _empty_linear(inputs: int, outputs: int, *, has_bias: bool) -> nn.Linear:
