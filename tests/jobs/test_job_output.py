@@ -44,8 +44,19 @@ def test_a_job_continues_from_an_output_cut_anywhere_to_the_same_lines(
         assert by_id(out) == by_id(tmp_path / "reference.jsonl")
 
 
+@pytest.mark.parametrize("torn", [b"", b'{"id":"'])
+def test_zero_bytes_at_the_end_after_a_power_failure_are_cut_off(
+    torn: bytes, decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(whole + torn + bytes(4096))
+    assert counts(decoder.batch(LINES, out)) == (9, 9, 0, 0)
+    assert out.read_bytes() == whole
+
+
 @pytest.mark.parametrize(
-    "content", ["a letter to somebody", "a letter\n", '{"name": 1}\n', '{"id": "r0"}\n', "[]\n", "[" * 100_000 + "\n"]
+    "content",
+    ["a letter to somebody", "a letter\n", '{"name": 1}\n', '{"id": "r0"}\n', "[]\n", "[" * 100_000 + "\n", "\0" * 9],
 )
 def test_a_file_that_no_job_has_written_is_refused_and_unchanged(
     content: str, decoder: SpeculativeDecoder, tmp_path: Path
@@ -53,7 +64,7 @@ def test_a_file_that_no_job_has_written_is_refused_and_unchanged(
     for name in ("out.jsonl", "out.errors.jsonl"):
         file = tmp_path / name
         file.write_text(content)
-        if name == "out.jsonl" or not content.startswith("a letter to"):
+        if name == "out.jsonl" or content.endswith("\n"):
             with pytest.raises(UsageError, match="line 1: not a line of a job's output; allowed: a new file, or"):
                 decoder.batch(LINES, tmp_path / "out.jsonl")
             assert file.read_text() == content

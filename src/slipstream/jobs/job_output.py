@@ -77,14 +77,19 @@ class JobOutput:
         self._lock.release()
 
     def _read(self) -> None:
-        """Read the whole lines, and cut off a torn last line if it looks like the beginning of a job's line."""
+        """Read the whole lines, and cut off a torn last line if it looks like the beginning of a job's line.
+
+        After a power failure a file may end in zero bytes.
+        """
         end = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.endswith(b"\n"):
                     self._note(number, _parsed(self.path, number, line))
                     end += len(line)
-                elif not any(line.startswith(begin[: len(line)]) for begin in BEGINNINGS):
+                    continue
+                torn = line.rstrip(b"\0") if end else line
+                if not any(torn.startswith(begin[: len(torn)]) for begin in BEGINNINGS):
                     raise no_output(self.path, number)
         cut(self._file, end)
 

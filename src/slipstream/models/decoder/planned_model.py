@@ -28,14 +28,36 @@ from slipstream.models.hf.recurrent_mixers import recurrent_states
 
 FULL = "full_attention"
 # types whose plan says everything about their models, with transformers' class; tests compare both
-NAMES = (
-    "llama=Llama mistral=Mistral ministral3=Ministral3 qwen2=Qwen2 qwen3=Qwen3 gemma=Gemma gemma2=Gemma2 "
-    "gemma3_text=Gemma3 phi3=Phi3 smollm3=SmolLM3 olmo2=Olmo2 olmo3=Olmo3 glm4=Glm4 granite=Granite "
-    "cohere2=Cohere2 exaone4=Exaone4 ernie4_5=Ernie4_5 starcoder2=Starcoder2 qwen2_moe=Qwen2Moe "
-    "qwen3_moe=Qwen3Moe mixtral=Mixtral olmoe=Olmoe granitemoe=GraniteMoe gpt_oss=GptOss glm4_moe=Glm4Moe "
-    "lfm2=Lfm2 lfm2_moe=Lfm2Moe granitemoehybrid=GraniteMoeHybrid"
-)
-PLANNED = {kind: f"{name}ForCausalLM" for kind, _, name in (each.partition("=") for each in NAMES.split())}
+PLANNED = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+}
 
 
 class Configuration(SimpleNamespace):
