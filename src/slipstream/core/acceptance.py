@@ -9,7 +9,7 @@ Shapes: B rows, K the widest draft, V the vocabulary. p: [B, K + 1, V], position
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -76,7 +76,7 @@ def load_rule(text: str) -> Rule:
             raise UsageError(
                 f"acceptance={text!r} is of type {type(rule).__name__}; allowed: a Rule(name, lossless, distributions)"
             )
-        return rule
+        return _checked(rule)
     rule = RULES[name]
     if rule.distributions is None or name not in WITH_COUNT:
         return rule
@@ -86,7 +86,7 @@ def load_rule(text: str) -> Rule:
 def rule_for(choice: str | Rule, draft: Draft) -> Rule:
     """The rule to use on this draft; "auto" means `block` if its tokens were sampled (`draft.probs`), else `match`."""
     if isinstance(choice, Rule):
-        return choice
+        return _checked(choice)
     if choice != "auto":
         return load_rule(choice)
     return load_rule("match" if draft.probs is None else "block")
@@ -104,26 +104,56 @@ def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verd
         raise UsageError(f"acceptance={choice.name!r} with a draft tree; allowed: 'match', or drafts without branches")
     scores = sampler.scores(logits, draft.tokens).float()
     distributions = choice.distributions(sampler.probs(scores), scores, draft)
-    if not isinstance(distributions, Distributions):
-        raise UsageError(
-            f"acceptance rule {choice.name} returned {type(distributions).__name__}; allowed: Distributions"
-        )
-    _check_shape(choice, "keep", distributions.keep, (len(logits), draft.width + 1))
     u = torch.tensor([uniform(bits) for bits in sampler.round_keys(Stream.KEEP)], dtype=torch.float64)
     cumulative = distributions.keep.cumsum(-1)
     accepted = (u.to(cumulative.device, non_blocking=True)[:, None] * cumulative[:, -1:] >= cumulative).sum(-1)
     # a user's rule may accept more than a row's draft has
     accepted = torch.minimum(accepted, draft.lengths_on_device[:, 0])
-    probs = distributions.next_token(accepted)
-    _check_shape(choice, "next_token", probs, (len(logits), logits.shape[-1]))
-    return Verdict(accepted, sampler.draw_at(probs, accepted, draft.width))
+    return Verdict(accepted, sampler.draw_at(distributions.next_token(accepted), accepted, draft.width))
 
 
-def _check_shape(rule: Rule, what: str, value: object, shape: Sequence[int]) -> None:
-    """Raise UsageError unless a user's rule returned a tensor of this shape."""
-    returned = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    if returned != list(shape):
-        raise UsageError(f"acceptance rule {rule.name} returned {what} {returned}; allowed: a tensor {list(shape)}")
+def _checked(rule: Rule) -> Rule:
+    """A user's rule, with what it returns checked."""
+    function = rule.distributions
+    if function is None:
+        return rule
+
+    def distributions(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+        has_tokens = (p.sum(-1) > 0).all(-1)  # not so where options forbid all tokens, or the logits are NaN
+        rows, width, vocab_size = p.shape
+        # copies of what the commit reads, so that a rule cannot change it
+        returned = function(p, scores, replace(draft, tokens=draft.tokens.clone()))
+        if not isinstance(returned, Distributions):
+            raise UsageError(f"acceptance rule {rule.name} returned {type(returned).__name__}; allowed: Distributions")
+
+        def next_token(accepted: Tensor) -> Tensor:
+            probs = returned.next_token(accepted)
+            return _probabilities(rule, "next_token", probs, (rows, vocab_size), has_tokens)
+
+        return Distributions(_probabilities(rule, "keep", returned.keep, (rows, width), has_tokens), next_token)
+
+    return replace(rule, distributions=distributions)
+
+
+def _probabilities(rule: Rule, what: str, value: object, shape: Sequence[int], has_tokens: Tensor) -> Tensor:
+    """What a user's rule returned, in float32 or float64; UsageError unless they are probabilities, of this shape.
+
+    has_tokens: the rows that count.
+    """
+    returned = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or not value.is_floating_point():
+        raise UsageError(
+            f"acceptance rule {rule.name} returned {what} {returned}; allowed: a tensor {list(shape)} of probabilities"
+        )
+    weights = value if value.dtype == torch.float64 else value.float()
+    sums = weights.sum(-1)
+    wrong = ((weights < 0).any(-1) | ~sums.isfinite() | (sums == 0)) & has_tokens
+    if wrong.any():
+        raise UsageError(
+            f"acceptance rule {rule.name} returned {what} with the sum {float(sums[wrong][0]):g}; "
+            "allowed: none below 0, with the sum 1"
+        )
+    return weights
 
 
 def match(choice: Tensor, draft: Draft) -> Verdict:

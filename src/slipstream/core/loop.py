@@ -148,7 +148,8 @@ class Engine:
         return room
 
     def _accept(self, batch: Batch, draft: Draft, logits: Tensor) -> Verdict:
-        batch.logits = logits if batch.wants_logprobs else None
+        # a copy, because a user's rule or drafter may write to what it is shown
+        batch.logits = logits.clone() if batch.wants_logprobs else None
         verdict = accept(rule_for(self.acceptance, draft), logits, draft, batch.sampler)
         for observer in self._observers:
             observer.observe(tuple(batch.rows), draft, logits, verdict)

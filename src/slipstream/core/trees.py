@@ -103,7 +103,9 @@ def segments_of(slot: int, start: int, base: int, parents: Sequence[int]) -> lis
 def check_parents(draft: Draft, drafter: str) -> None:
     """Raise UsageError unless every row's parents form a tree of one-hot tokens."""
     for parents, length in zip(draft.parents or (), draft.lengths, strict=True):
-        is_in_range = len(parents) == length and all(-1 <= parent < length for parent in parents)
+        is_in_range = len(parents) == length and all(
+            type(parent) is int and -1 <= parent < length for parent in parents
+        )
         if not is_in_range or len(_order(parents)) != length:  # nodes of a circle are not reached
             raise UsageError(
                 f"drafter {drafter} returned parents={list(parents)!r} for {length} tokens; allowed: for each token "

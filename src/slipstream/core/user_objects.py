@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import UsageError, did_you_mean, with_class
+
+if TYPE_CHECKING:
+    from slipstream.core.types import Row
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # of entry points, by the setting that names the object
@@ -43,6 +48,20 @@ def user_object(field: str, text: str) -> Any:
         near = did_you_mean(name, *vars(module))
         raise UsageError(f"{field}={text!r}: module {module_name!r} has no {name!r}{near}")
     return getattr(module, name)
+
+
+@contextmanager
+def texts_kept(what: str, rows: Sequence[Row]) -> Iterator[None]:
+    """Refuse, and undo, what a user's object changes in the rows' tokens. what: names the object."""
+    texts = [row.tokens[:] for row in rows]
+    try:
+        yield
+    finally:
+        changed = [(row, text) for row, text in zip(rows, texts, strict=True) if row.tokens != text]
+        for row, text in changed:
+            row.tokens[:] = text
+    if changed:
+        raise UsageError(f"{what} changed row.tokens; allowed: to read them, and to change a copy")
 
 
 @cache

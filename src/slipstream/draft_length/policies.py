@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
+from slipstream.checks import is_whole
 from slipstream.core.interfaces import Policy, Source
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rounds import PREDICTION
 from slipstream.core.types import Draft, Row
-from slipstream.core.user_objects import user_object
+from slipstream.core.user_objects import texts_kept, user_object
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.planner import Planner, lengths_without_costs
 from slipstream.errors import UsageError, with_class
@@ -57,7 +58,8 @@ class Heuristic(Policy):
 class UsersPolicy(Policy):
     """A user's policy, whose answers are checked.
 
-    It is not asked to cut a sampled draft, because cutting one for its tokens would bias the text.
+    It is not asked to cut a sampled draft, because cutting one for its tokens would bias the text. It gets tuples and
+    copies, so that it cannot change the batch.
     """
 
     name: str  # as the setting names it
@@ -76,10 +78,12 @@ class UsersPolicy(Policy):
         return cls(name, policy)
 
     def observe(self, rows: Sequence[Row]) -> None:
-        self.policy.observe(rows)
+        with texts_kept(f"policy {self.name}", rows):
+            self.policy.observe(tuple(rows))
 
     def lengths(self, rows: Sequence[Row], source: Source, draft: Draft, room: Sequence[int]) -> list[int]:
-        lengths = self.policy.lengths(rows, source, draft, room)
+        with texts_kept(f"policy {self.name}", rows):
+            lengths = self.policy.lengths(tuple(rows), source, draft, tuple(room))
         is_list = isinstance(lengths, list) and len(lengths) == len(rows) and all(type(n) is int for n in lengths)
         if not is_list or any(not 0 <= n <= limit for n, limit in zip(lengths, room, strict=True)):
             raise UsageError(
@@ -91,10 +95,11 @@ class UsersPolicy(Policy):
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         if draft.probs is not None:
             return draft
-        cut = self.policy.worth_verifying(rows, draft)
-        if not isinstance(cut, Draft) or len(cut.lengths) != len(rows):
+        with texts_kept(f"policy {self.name}", rows):
+            cut = self.policy.worth_verifying(tuple(rows), replace(draft, tokens=draft.tokens.clone()))
+        if not isinstance(cut, Draft) or len(cut.lengths) != len(rows) or not all(map(is_whole, cut.lengths)):
             raise UsageError(f"policy {self.name} returned {cut!r:.80}; allowed: the draft, or draft.cut(lengths)")
-        return cut
+        return draft.cut(cut.lengths)
 
     def expects_drafts(self, row: Row) -> bool:
         return self.policy.expects_drafts(row)

@@ -136,7 +136,10 @@ def traits_of(drafter: str | Drafter) -> Traits:
         return traits(drafter)
     if isinstance(drafter, type):
         raise UsageError(f"drafter={drafter!r}; allowed: a name or an object, such as {drafter.__name__}(...)")
-    return drafter.traits if isinstance(drafter, Declared) else Traits()
+    declared = drafter.traits if isinstance(drafter, Declared) else Traits()
+    if not isinstance(declared, Traits):
+        raise UsageError(f"drafter {type(drafter).__name__} has traits={declared!r:.80}; allowed: a slipstream.Traits")
+    return declared
 
 
 def preferred(*, draft_model: bool, costs: bool) -> str:

@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slipstream.checks import is_number, is_whole
 from slipstream.core.interfaces import Backend, Drafter, Observer, Sampler
 from slipstream.core.rounds import RowDraft
-from slipstream.core.trees import check_parents
+from slipstream.core.trees import arranged, check_parents
 from slipstream.core.types import Draft, Row, Verdict
+from slipstream.core.user_objects import texts_kept
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler as RowSampler
 
 INTEGERS = torch.int64, torch.int32  # allowed types of token ids, and of probabilities; messages name the first
 FLOATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
-NEAR_ONE = 0.02  # how far sums of probabilities in half precision may be from 1
+NEAR_ONE = 0.02  # how far probabilities and their sums may be beyond 1 in half precision
 
 
 def checked(drafter: Drafter, backend: Backend) -> Drafter:
@@ -62,16 +64,12 @@ class CheckedDrafter:
 
     def _valid_draft(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """The drafter's draft; UsageError if it is not valid, or if the drafter has changed a text."""
-        name, texts = type(self.drafter).__name__, [row.tokens[:] for row in rows]
-        try:
+        name = type(self.drafter).__name__
+        with texts_kept(f"drafter {name}", rows):
             draft = self.drafter.propose(rows, lengths, sampler)
-        finally:
-            changed = [(row, text) for row, text in zip(rows, texts, strict=True) if row.tokens != text]
-            for row, text in changed:
-                row.tokens[:] = text
-        if changed:
-            raise UsageError(f"drafter {name} changed row.tokens; allowed: to read them, and to change a copy")
         check_draft(draft, lengths, name, self.backend)
+        if any(parent > node for parents in draft.parents or () for node, parent in enumerate(parents)):
+            draft = arranged(draft)
         drafted = torch.arange(draft.width, device=draft.tokens.device) < draft.lengths_on_device
         tokens, vocab_size = draft.tokens[drafted], self.backend.vocab_size
         wrong_tokens = tokens[(tokens < 0) | (tokens >= vocab_size)]
@@ -96,7 +94,12 @@ class CheckedObserver(CheckedDrafter):
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         assert isinstance(self.drafter, Observer)
-        self.drafter.observe(rows, draft, logits, verdict)
+        # copies of what the commit reads, so that a drafter cannot change it
+        draft = replace(draft, tokens=draft.tokens.clone())
+        path = None if verdict.path is None else verdict.path.clone()
+        verdict = Verdict(verdict.accepted.clone(), verdict.next_token.clone(), path)
+        with texts_kept(f"drafter {type(self.drafter).__name__}", rows):
+            self.drafter.observe(rows, draft, logits, verdict)
 
 
 def _repeated(draft: Draft, count: int) -> Draft:
@@ -135,6 +138,8 @@ def check_draft(draft: object, max_lengths: Sequence[int], name: str, backend: B
     if draft.probs is not None:
         shape = (rows, draft.width, backend.vocab_size)
         _check_tensor(f"drafter {name} returned probs", draft.probs, shape, FLOATS, backend)
+    if not is_whole(draft.steps):
+        raise UsageError(f"drafter {name} returned steps={draft.steps!r:.80}; allowed: a whole number from 0")
     for field, records, kind in (
         ("rows", draft.rows, RowDraft),
         ("parents", () if draft.parents is None else draft.parents, Sequence),
@@ -143,6 +148,13 @@ def check_draft(draft: object, max_lengths: Sequence[int], name: str, backend: B
         if not is_list or len(records) not in (0, rows):
             allowed = f"none, or a {kind.__name__} for each of {rows} rows"
             raise UsageError(f"drafter {name} returned {field}={records!r:.80}; allowed: {allowed}")
+    for length, probs in zip(draft.lengths, draft.acceptance_probs, strict=True):
+        is_list = isinstance(probs, tuple | list) and all(is_number(prob, 0, 1 + NEAR_ONE) for prob in probs)
+        if probs is not None and not (is_list and len(probs) == length):
+            raise UsageError(
+                f"drafter {name} returned acceptance_probs={probs!r:.80} for {length} tokens; "
+                "allowed: None, or a list of as many numbers from 0 to 1"
+            )
     if draft.parents is not None:
         check_parents(draft, name)
 
