@@ -27,13 +27,15 @@ from slipstream.config import DecoderConfig
 from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import SlipstreamError
 from slipstream.text.prompt_sets import NamedPrompt
+from slipstream.text.results import Stats
 from tests.support.markers import subcases
 
 HEADER = Header({"target": "toy"}, {"torch": "2"}, {"cores": 2}, "2026-01-01T00:00:00+00:00")
 
 
 def run_of(repeat: int, **changes: object) -> Run:
-    run = Run("none", ["a/1"], "a", 1, repeat, 0.5, 2, [[7, 8]], ["reference"], {"num_rounds": 2}, [{"row": 0}])
+    rounds = [compact(Round(0, 5, 1, 9, (1, 2), (7, 8), 1, True, None, Seconds(0.1, 0.2, 0.3, 0.4, 1.0)))]
+    run = Run("none", ["a/1"], "a", 1, repeat, 0.5, 2, [[7, 8]], ["reference"], Stats(num_rounds=1).to_dict(), rounds)
     return replace(run, **changes)  # type: ignore[arg-type]
 
 
@@ -70,6 +72,35 @@ def test_a_run_with_other_fields_is_refused(tmp_path: Path) -> None:
     file = tmp_path / FILE
     file.write_text(file.read_text().replace(',"rounds":', ',"turns":'))
     with pytest.raises(UsageError, match="line 2: not a benchmark"):
+        read_records(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "before", "after", "message"),
+    [
+        (2, b'"arm":"none"', b'"arm":3', "arm is 3; allowed: str"),
+        (2, b'"arm":"none"', b'"arm":"n\xffne"', "it is not valid UTF-8 at byte 22"),
+        (2, b'"seconds":0.5', b'"seconds":NaN', "seconds is nan; allowed: float"),
+        (2, b'"seconds":0.5', b'"seconds":0', "seconds=0 with .*; allowed: seconds above 0"),
+        (2, b'"seconds":0.5', b'"seconds":-1', "seconds is -1; allowed: float"),
+        (2, b'["reference"]', b'["right"]', r"verdicts is \['right'\]; allowed: list.*identical"),
+        (2, b'["reference"]', b"[]", "'verdicts': 0}; allowed: seconds above 0, and as many of each"),
+        (2, b"[[7,8]]", b"[[7]]", "num_output_tokens=2; allowed: the texts' length"),
+        (2, b'"num_rounds":1', b'"num_rounds":[]', r"stats: num_rounds is \[\]; allowed: int"),
+        (2, b'"num_steps":0,', b"", "stats: num_steps is nothing; allowed: int"),
+        (2, b'"accepted":1', b'"accepted":1e999', r"rounds\[0\]: accepted is inf; allowed: int"),
+        (1, b'"target":"toy"', b'"params":""', "settings: params is ''; allowed: dict"),
+    ],
+)
+def test_a_line_edited_by_hand_is_refused_by_field_and_value(
+    tmp_path: Path, line: int, before: bytes, after: bytes, message: str
+) -> None:
+    start(tmp_path, HEADER)
+    append(tmp_path, run_of(0))
+    file = tmp_path / FILE
+    assert before in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(before, after, 1))
+    with pytest.raises(UsageError, match=f"{FILE}', line {line}: .*{message}"):
         read_records(tmp_path)
 
 

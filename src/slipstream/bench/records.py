@@ -6,6 +6,7 @@ measurement it was in. The header holds settings, versions and the machine; a fo
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -23,15 +24,31 @@ from slipstream import durable_files
 from slipstream.bench.arms import OF_LLAMA_CPP, Arm
 from slipstream.bench.llama_cpp import versions as llama_versions
 from slipstream.bench.plan import BenchPrompt, Key
-from slipstream.checks import UNREADABLE, why_unreadable
+from slipstream.checks import UNREADABLE, is_number, is_whole, why_unreadable
 from slipstream.config import DecoderConfig
 from slipstream.core.rounds import Round
 from slipstream.errors import SlipstreamError, UsageError, os_reason
 from slipstream.models.cpu.processor import memory_bytes, processor
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.results import Stats
 from slipstream.version import __version__
 
 FILE = "runs.jsonl"
+# the kinds of the settings that are read from a header, and of a round's parts; see `compact`
+SETTINGS = {
+    **dict.fromkeys(("target", "reference"), str),
+    **dict.fromkeys(("params", "config"), dict[str, Any]),
+    "draft": str | None,
+    "arms": list[str],
+    "batch_sizes": list[int],
+    "prompts": dict[str, str],
+}
+ROUND = {
+    **dict.fromkeys(("row", "step", "start", "accepted"), int),
+    **dict.fromkeys(("draft", "tokens", "parents", "path"), list[int]),
+    "rejected": bool,
+    "seconds": list[float],
+}
 VerdictName = Literal["identical", "tie", "different", "reference", "not compared"]
 
 
@@ -130,13 +147,13 @@ def finished(runs: Iterable[Run]) -> set[Key]:
     return {run.key for run in runs}
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _whole_lines(path: Path) -> list[bytes]:
     """The lines that end in a newline."""
     try:
         text = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be read: {os_reason(error)}") from error
-    return [line.decode() for line in text[: text.rfind(b"\n") + 1].splitlines()]
+    return text[: text.rfind(b"\n") + 1].splitlines()
 
 
 def _write(path: Path, line: dict[str, Any], *, overwrite: bool = False) -> None:
@@ -151,7 +168,7 @@ def _write(path: Path, line: dict[str, Any], *, overwrite: bool = False) -> None
         ) from error
 
 
-def _made(cls: Any, kind: str, line: str, folder: Path, number: int) -> Any:
+def _made(cls: Any, kind: str, line: bytes, folder: Path, number: int) -> Any:
     where = f"{str(folder / FILE)!r}, line {number}"
     try:
         item = json.loads(line)
@@ -160,7 +177,47 @@ def _made(cls: Any, kind: str, line: str, folder: Path, number: int) -> Any:
     names: Sequence[str] = [f.name for f in fields(cls)]
     if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) != set(names):
         raise UsageError(f"{where}: not a benchmark's {kind}; allowed: kind {kind!r} with {', '.join(names)}")
+    _check(where, item, get_type_hints(cls))
+    if cls is Header:
+        settings = item["settings"]
+        _check(f"{where}: settings", settings, {name: kind for name, kind in SETTINGS.items() if name in settings})
+    if item.get("stats") is not None:
+        _check(f"{where}: stats", item["stats"], get_type_hints(Stats))
+    for index, round in enumerate(item.get("rounds") or ()):
+        _check(f"{where}: rounds[{index}]", {"parents": [], "path": [], **round}, ROUND)
+    if cls is Run and item["error"] is None:
+        counts = {name: len(item[name]) for name in ("prompts", "texts", "verdicts")}
+        if len(set(counts.values())) > 1 or not item["seconds"]:
+            raise UsageError(
+                f"{where}: seconds={item['seconds']} with {counts}; allowed: seconds above 0, and as many of each"
+            )
+        if item["num_output_tokens"] != sum(map(len, item["texts"])):
+            raise UsageError(f"{where}: num_output_tokens={item['num_output_tokens']}; allowed: the texts' length")
     return cls(**item)
+
+
+def _check(where: str, item: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Raise UsageError unless the item has these fields, each of its kind."""
+    for name, kind in kinds.items():
+        if name not in item or not _fits(item[name], kind, -1 if name == "parents" else 0):
+            value = repr(item[name])[:60] if name in item else "nothing"
+            raise UsageError(f"{where}: {name} is {value}; allowed: {inspect.formatannotation(kind)}")
+
+
+def _fits(value: Any, kind: Any, low: int) -> bool:
+    """True if a JSON value is of this kind; numbers are finite and at least `low`."""
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return value in parts
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(part, parts[0], low) for part in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(part, parts[1], low) for part in value.values())
+    if parts:  # a union
+        return any(_fits(value, part, low) for part in parts)
+    if kind in (int, float):
+        return is_whole(value, low) if kind is int else is_number(value, low)
+    return kind is Any or isinstance(value, kind)
 
 
 def make_header(
