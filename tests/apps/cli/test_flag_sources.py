@@ -59,6 +59,7 @@ def test_a_variable_can_name_the_file_and_lists_repeat_a_flag(capsys: Streams, m
         ("port = 70000", "port"),
         ("[model.birds]", "config file 's.toml': model={'birds': {}}; allowed: a string, a number"),
         ("port = [", "--config 's.toml' is not TOML: "),
+        (f"port = {'[' * 3000}", "--config 's.toml' is not TOML: it is nested too deeply"),
         ("port = 1979-05-27", "config file 's.toml': port=datetime.date(1979, 5, 27); allowed: a string, a number"),
         ("config = 's.toml'", "has the unknown key 'config'"),
     ],

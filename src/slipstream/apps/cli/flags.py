@@ -25,7 +25,7 @@ from slipstream.checks import UNREADABLE, check_known, read_json, why_no_file, w
 from slipstream.config import DTYPES, DecoderConfig
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import RULE_NAMES
-from slipstream.errors import UsageError, one_line
+from slipstream.errors import UsageError
 from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.models.weights.named_models import short_names
@@ -356,8 +356,8 @@ def read_config(context: typer.Context, value: Path | None) -> Path | None:
         return value
     try:
         settings = tomllib.loads(_read("--config", value))
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"--config {str(value)!r} is not TOML: {one_line(error)}") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"--config {str(value)!r} is not TOML: {why_unreadable(error)}") from error
     file = f"config file {str(value)!r}"
     per_model = {key: option for key, option in _options_by_key(context).items() if str(option.name) in PER_MODEL}
     if "models" in settings and any(option.name == "idle_minutes" for option in per_model.values()):
