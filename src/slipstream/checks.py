@@ -13,7 +13,7 @@ from functools import wraps
 from math import inf
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, ParamSpec, TypeGuard
+from typing import Any, Literal, ParamSpec, TypeGuard, get_args, get_origin
 
 from slipstream.errors import UsageError, did_you_mean, first_line, os_reason
 
@@ -161,6 +161,30 @@ def read_json(what: str, file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8-sig"))
     except UNREADABLE as error:
         raise UsageError(f"{what} {str(file)!r} cannot be read: {why_unreadable(error)}") from error
+
+
+def check_fields(where: str, item: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Raise UsageError, which `where` begins, unless a JSON object has these fields, each of its kind (a type)."""
+    for name, kind in kinds.items():
+        if name not in item or not _fits(item[name], kind, -1 if name == "parents" else 0):
+            value = repr(item[name])[:60] if name in item else "nothing"
+            raise UsageError(f"{where}: {name} is {value}; allowed: {inspect.formatannotation(kind)}")
+
+
+def _fits(value: Any, kind: Any, low: int) -> bool:
+    """True if a JSON value is of this kind; numbers are finite and at least `low`."""
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return value in parts
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(part, parts[0], low) for part in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(part, parts[1], low) for part in value.values())
+    if parts:  # a union
+        return any(_fits(value, part, low) for part in parts)
+    if kind in (int, float):
+        return is_whole(value, low) if kind is int else is_number(value, low)
+    return kind is Any or isinstance(value, kind)
 
 
 def save_text(what: str, file: Path, text: str) -> None:

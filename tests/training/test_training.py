@@ -392,6 +392,9 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"number": 0}\n')
     with pytest.raises(SlipstreamError, match=r"texts.jsonl', line 1 is damaged"):
         train(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"number": 0, "ids": "ab", "start": 1, "greedy": true, "seconds": 0.1}\n')
+    with pytest.raises(SlipstreamError, match=r"line 1 is damaged: the text: ids is 'ab'; allowed: list\[int\]"):
+        train(tmp_path)
 
 
 @pytest.mark.slow

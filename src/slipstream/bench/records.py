@@ -6,7 +6,6 @@ measurement it was in. The header holds settings, versions and the machine; a fo
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import platform
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 
@@ -24,7 +23,7 @@ from slipstream import durable_files
 from slipstream.bench.arms import OF_LLAMA_CPP, Arm
 from slipstream.bench.llama_cpp import versions as llama_versions
 from slipstream.bench.plan import BenchPrompt, Key
-from slipstream.checks import UNREADABLE, is_number, is_whole, why_unreadable
+from slipstream.checks import UNREADABLE, check_fields, why_unreadable
 from slipstream.config import DecoderConfig
 from slipstream.core.rounds import Round
 from slipstream.errors import SlipstreamError, UsageError, os_reason
@@ -177,14 +176,16 @@ def _made(cls: Any, kind: str, line: bytes, folder: Path, number: int) -> Any:
     names: Sequence[str] = [f.name for f in fields(cls)]
     if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) != set(names):
         raise UsageError(f"{where}: not a benchmark's {kind}; allowed: kind {kind!r} with {', '.join(names)}")
-    _check(where, item, get_type_hints(cls))
+    check_fields(where, item, get_type_hints(cls))
     if cls is Header:
         settings = item["settings"]
-        _check(f"{where}: settings", settings, {name: kind for name, kind in SETTINGS.items() if name in settings})
+        check_fields(
+            f"{where}: settings", settings, {name: kind for name, kind in SETTINGS.items() if name in settings}
+        )
     if item.get("stats") is not None:
-        _check(f"{where}: stats", item["stats"], get_type_hints(Stats))
+        check_fields(f"{where}: stats", item["stats"], get_type_hints(Stats))
     for index, round in enumerate(item.get("rounds") or ()):
-        _check(f"{where}: rounds[{index}]", {"parents": [], "path": [], **round}, ROUND)
+        check_fields(f"{where}: rounds[{index}]", {"parents": [], "path": [], **round}, ROUND)
     if cls is Run and item["error"] is None:
         counts = {name: len(item[name]) for name in ("prompts", "texts", "verdicts")}
         if len(set(counts.values())) > 1 or not item["seconds"]:
@@ -194,30 +195,6 @@ def _made(cls: Any, kind: str, line: bytes, folder: Path, number: int) -> Any:
         if item["num_output_tokens"] != sum(map(len, item["texts"])):
             raise UsageError(f"{where}: num_output_tokens={item['num_output_tokens']}; allowed: the texts' length")
     return cls(**item)
-
-
-def _check(where: str, item: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Raise UsageError unless the item has these fields, each of its kind."""
-    for name, kind in kinds.items():
-        if name not in item or not _fits(item[name], kind, -1 if name == "parents" else 0):
-            value = repr(item[name])[:60] if name in item else "nothing"
-            raise UsageError(f"{where}: {name} is {value}; allowed: {inspect.formatannotation(kind)}")
-
-
-def _fits(value: Any, kind: Any, low: int) -> bool:
-    """True if a JSON value is of this kind; numbers are finite and at least `low`."""
-    parts = get_args(kind)
-    if get_origin(kind) is Literal:
-        return value in parts
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits(part, parts[0], low) for part in value)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_fits(part, parts[1], low) for part in value.values())
-    if parts:  # a union
-        return any(_fits(value, part, low) for part in parts)
-    if kind in (int, float):
-        return is_whole(value, low) if kind is int else is_number(value, low)
-    return kind is Any or isinstance(value, kind)
 
 
 def make_header(

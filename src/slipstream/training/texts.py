@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from time import monotonic
-from typing import Any
+from typing import Any, get_type_hints
 
-from slipstream.checks import why_unreadable
+from slipstream.checks import check_fields, why_unreadable
 from slipstream.core.kv_slots import common_beginning
 from slipstream.core.rng import key
 from slipstream.core.types import Row
@@ -247,7 +247,9 @@ def read_texts(folder: Path) -> list[MadeText]:
         file.seek(0)
         for number, line in enumerate(file.read(size).splitlines(), 1):
             try:
-                texts.append(MadeText(**json.loads(line)))
+                text = MadeText(**json.loads(line))
+                check_fields("the text", vars(text), get_type_hints(MadeText))
+                texts.append(text)
             except (ValueError, TypeError) as error:
                 raise SlipstreamError(f"{str(path)!r}, line {number} is damaged: {first_line(error)}") from error
     return texts
