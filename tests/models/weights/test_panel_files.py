@@ -142,7 +142,7 @@ def test_a_file_that_is_cut_while_experts_are_used_is_an_error_and_no_text(
         with pytest.raises(SlipstreamError, match="experts could not be read while they were needed"):
             second(tokens)
     loaded.backend.reserve(1, 64)
-    with pytest.raises(SlipstreamError, match="the file must stay as it is"):
+    with pytest.raises(SlipstreamError, match="the file must not change while it is in use"):
         loaded.backend.forward(IDS, [0], first_slot=0, logits=True)
 
 
