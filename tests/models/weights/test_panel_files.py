@@ -103,7 +103,7 @@ def test_mapped_panels_give_the_same_bits_and_the_second_start_writes_nothing(
     assert "read from the disk" not in caplog.text
     set_memory(monkeypatch, written.st_size / 2)
     assert torch.equal(run(file)[0], expected)
-    assert caplog.text.count("more than the 0.0 GB of memory: it is read from the disk again and again") == 1
+    assert caplog.text.count("more than the 0.0 GB of memory: it is read from the disk repeatedly") == 1
 
 
 @pytest.mark.slow
