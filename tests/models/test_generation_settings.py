@@ -128,7 +128,7 @@ def test_the_command_line_prints_them_and_greedy_turns_them_off(
         return json.loads(out[out.index("{") :])["results"][0]["token_ids"], caplog.text + err
 
     own, line = texts("--seed", "4")
-    assert "hold where a request sets nothing else (--greedy turns them off)" in line and line.endswith("seed 4\n")
+    assert "apply unless a request sets something else (--greedy turns them off)" in line and line.endswith("seed 4\n")
     assert own == texts("--seed", "4", "--temperature", "0.6")[0]
     greedy, line = texts("--greedy")
     assert greedy != own and "seed" not in line and "hold where" not in line

@@ -320,5 +320,5 @@ class Stretched(LlamaRotaryEmbedding):
 def test_a_model_whose_texts_depend_on_their_batch_mates_is_refused() -> None:
     model = fresh("llama")
     model.model.rotary_emb.__class__ = Stretched
-    with pytest.raises(UsageError, match="depends on how long the texts beside it are"):
+    with pytest.raises(UsageError, match="depend on the length of other texts in the batch"):
         wrap_model(model, None, LoadOptions())
