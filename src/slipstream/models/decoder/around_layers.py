@@ -88,8 +88,8 @@ def check_nothing_between(model: Any, layers: Sequence[nn.Module], plan: Decoder
     """Raise `UnknownLayerError` where a model's embedding, layers, norm and output layer are not connected as planned.
 
     In a forward of two tokens, each of these modules must receive exactly the bits that the one before it returned; the
-    first layer and the caller must receive what `plan` makes of them, and each layer its numbers from a second
-    embedding.
+    first layer and the caller must receive what `plan` makes of them, up to rounding, and each layer its numbers from a
+    second embedding.
     """
     inner = decoder_module(model, plan)
     norm = inner.get_submodule(plan.last_norm)

@@ -319,7 +319,7 @@ class HFBackend:
         if keep is None:
             keep = 1
             if self._shares_keys and (self.cache.hidden or self.device.type == "cpu"):
-                # with keep=1 its last layers would skip other tokens, whose hidden states must be kept
+                # keep=1 makes its last layers skip other tokens, but kept hidden states and kernels need all of them
                 keep = torch.tensor([tokens.shape[1] - 1], device=self.device)
         inputs: dict[str, Any] = {self.cache_name: self.cache}
         if self._takes_positions:
