@@ -180,7 +180,7 @@ def test_a_model_that_is_not_causal_is_refused_in_one_line(tmp_path: Path) -> No
         tmp_path
     )
     with pytest.raises(
-        SlipstreamError, match="T5Config belongs to no causal language model; allowed: models that write"
+        SlipstreamError, match="T5Config is not for a causal language model; allowed: models that generate"
     ) as error:
         SpeculativeDecoder(str(tmp_path))
     assert "\n" not in str(error.value) and len(str(error.value)) < 300

@@ -108,7 +108,7 @@ def test_a_line_names_them_once_and_only_where_they_apply(
     assert "temperature" not in capsys.readouterr().err
     for _ in range(2):
         decoder.generate(PROMPT, max_tokens=2)
-    line = "brings temperature=0.61, top_k=20, top_p=0.95, repetition_penalty=1.1, which hold where a request sets"
+    line = "brings temperature=0.61, top_k=20, top_p=0.95, repetition_penalty=1.1, which apply unless a request sets"
     assert capsys.readouterr().err.count(line) == 1 and not caplog.text
     SpeculativeDecoder(with_settings(no_repeat_ngram_size=7, min_new_tokens=3)).generate(PROMPT, max_tokens=2)
     assert "not applied: min_new_tokens=3, no_repeat_ngram_size=7 (requests can set min_tokens)" in caplog.text
@@ -128,7 +128,7 @@ def test_the_command_line_prints_them_and_greedy_turns_them_off(
         return json.loads(out[out.index("{") :])["results"][0]["token_ids"], caplog.text + err
 
     own, line = texts("--seed", "4")
-    assert "hold where a request sets nothing else (--greedy turns them off)" in line and line.endswith("seed 4\n")
+    assert "apply unless a request sets something else (--greedy turns them off)" in line and line.endswith("seed 4\n")
     assert own == texts("--seed", "4", "--temperature", "0.6")[0]
     greedy, line = texts("--greedy")
     assert greedy != own and "seed" not in line and "hold where" not in line

@@ -195,7 +195,7 @@ def without_a_norm(config: dict[str, Any], tensors: dict[str, Any]) -> None:
     [
         (
             of_another_type,
-            r"of type 'paligemma' has more parts than a language model \(\w+\); allowed: 'none', or .*gemma3",
+            r"of type 'paligemma' is more than a language model \(\w+\); allowed: 'none', or .*gemma3",
         ),
         (with_a_connector, r"1 tensors of the file are not used, first model\.connector\.weight"),
         (twice, r"norm\.weight' is there as '.*norm\.weight', too; allowed: one tensor of each name"),

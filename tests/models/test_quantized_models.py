@@ -132,7 +132,7 @@ def test_a_configuration_whose_buffers_are_not_finite_is_refused(folder: str, tm
     config = json.loads(Path(folder, "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = -1.5
     (tmp_path / "damaged" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=r"quantize='int8', but .* cannot be made: .* buffer .*inv_freq; allowed"):
+    with pytest.raises(UsageError, match=r"quantize='int8', but .* cannot be built: .* buffer .*inv_freq; allowed"):
         load(str(tmp_path / "damaged"), LoadOptions(rounding="int8"))
     with pytest.raises(SlipstreamError, match="logits that are not finite"):
         load(str(tmp_path / "damaged"), LoadOptions())

@@ -1,1 +1,1 @@
-"""Models with a slot-addressed key-value cache, and how a name becomes one."""
+"""Loads models by name, path or object, and runs them on a slot-addressed key-value cache."""

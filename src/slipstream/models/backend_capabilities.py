@@ -1,6 +1,6 @@
 """Optional capabilities of backends that the core itself does not use.
 
-A backend may be able to run some of its layers only, to compute every token as if it were alone, to take a different
+A backend may be able to run only some of its layers, to compute every token as if it were alone, to take a different
 number of tokens from each row, to keep hidden states, to fill in blocks of mask tokens, or to free its KV cache.
 """
 
@@ -17,10 +17,7 @@ from slipstream.core.interfaces import Backend
 
 @runtime_checkable
 class LayerSubsets(Protocol):
-    """Optional capability: a backend that can run with some of its layers only.
-
-    num_layers: how many there are to choose from.
-    """
+    """Optional capability: a backend that can run with only some of its `num_layers` layers."""
 
     num_layers: int
 
@@ -28,9 +25,9 @@ class LayerSubsets(Protocol):
         """A digest of the weights, which identifies the model."""
 
     def layer_subset(self, layers: Sequence[int]) -> Backend:
-        """A backend of these layers, numbered from 0, ascending, on the same KV cache with the same attended lengths.
+        """A backend of these layers (from 0, ascending), on the same KV cache with the same attended lengths.
 
-        Raises `UsageError` where the model's layers are not found, or have states that cannot be shared.
+        Raises `UsageError` if the model's layers are not found, or have states that cannot be shared.
         """
 
 
@@ -42,15 +39,15 @@ class LayerKinds(LayerSubsets, Protocol):
         """One value per layer: layers of the same value run the same operators on tensors of the same sizes."""
 
     def separate_subset(self, layers: Sequence[int]) -> Backend:
-        """As `layer_subset`, on a cache of its own. Raises `UsageError` where the model's layers are not found."""
+        """`layer_subset` on its own cache. Raises `UsageError` if the model's layers are not found."""
 
 
 @runtime_checkable
 class ShapeIndependent(Protocol):
     """Optional capability of a backend: the shape of a forward changes no bit of a token's results.
 
-    The shape is the number of tokens, how many rows they belong to, and how much of the KV cache attention reads.
-    shape_independent: whether the kernels that run this model here guarantee that by the order of their sums.
+    The shape is the number of tokens, the number of rows, and how much of the KV cache attention reads.
+    shape_independent: whether the kernels that run this model guarantee this by their order of summation.
     """
 
     shape_independent: bool
@@ -71,53 +68,48 @@ class Releasing(Protocol):
 
 @runtime_checkable
 class HiddenStates(Protocol):
-    """Optional capability: a backend that keeps hidden states beside the KV cache, for draft heads.
+    """Optional capability: a backend that keeps hidden states next to the KV cache, for draft heads.
 
-    They are slot-addressed as keys and values are: written by every forward, copied and moved with them.
+    Like keys and values they are addressed by slot: every forward writes them, and they are copied and moved together.
     """
 
     num_layers: int
 
     def keep_hidden_states(self, layers: Sequence[int]) -> None:
-        """From now on, keep what enters these decoder layers: for layer i, transformers' `hidden_states[i]`.
+        """From now on, keep the inputs of these decoder layers: for layer i, transformers' `hidden_states[i]`.
 
-        layers: numbered from 0, ascending; `num_layers` stands for what leaves the last layer, before the final norm.
-        Raises `UsageError` where the model's layers are not found.
+        layers: numbered from 0, ascending; `num_layers` means the last layer's output, before the final norm. Raises
+        `UsageError` if the model's layers are not found.
         """
 
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
-        """[stop - start, layers * hidden size] of layers that are kept, side by side; None before the first forward.
+        """[stop - start, layers * hidden size] of kept layers, side by side; None before the first forward.
 
-        Positions written before `keep_hidden_states`, and those beyond what is cached, have arbitrary values.
+        Values are arbitrary at positions written before `keep_hidden_states`, and beyond what is cached.
         """
 
 
 @runtime_checkable
 class ParallelDrafts(Protocol):
-    """Optional capability: a backend that fills in whole blocks, the newest token and mask tokens after it.
-
-    block_size: tokens in every block. first_place: the place in the block whose logits are those of the draft's first
-    token: 1 if a place has the logits of its own token, 0 if it has those of the token after it.
-    """
+    """Optional capability: a backend that fills in blocks: the newest token, then mask tokens."""
 
     mask_token: int
-    block_size: int
-    first_place: int
+    block_size: int  # tokens in every block
+    first_place: int  # the index in the block that predicts the draft's first token: 1 in place, 0 one token ahead
 
     def chained(self, scores: Tensor, newest: Sequence[int], draft: Tensor) -> Tensor:
         """Logits [B, 1, V] of the token that follows each draft [B, K], now that the draft is known.
 
-        scores: [B, 1, V] the logits of that token's place in the block scored last. newest: each row's token before
-        its draft.
+        scores: [B, 1, V], that token's logits in the block scored last. newest: each row's token before its draft.
         """
 
     def acceptance(self, newest: Sequence[int], draft: Tensor) -> Tensor | None:
-        """[B] the probability that the next token is accepted if the draft is; None if the head has no estimate."""
+        """[B], the probability that the next token is accepted if the draft is; None if the head has no estimate."""
 
 
 @dataclass(frozen=True)
 class RowSegment:
-    """One row's part of a forward over several rows: `count` tokens, written to `slot` from position `start` on."""
+    """One row's tokens in a forward over several rows: `count` tokens, written to `slot` from position `start` on."""
 
     slot: int
     start: int
@@ -141,9 +133,9 @@ class RaggedForwards(Protocol):
         widths: Sequence[int] | None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        """One forward of tokens [T]: the segments' tokens one after the other; any further ones continue the last.
+        """One forward of tokens [T], the segments end to end; extra tokens continue the last segment.
 
-        widths: for rounds, whose segments are of consecutive slots: the numbers of columns, ascending, in which
-        attention may compute a row's tokens; empty for any number. None for prompts, each of which attends as if alone.
-        Returns logits [T, V], or [C, V] of the given columns [C].
+        widths: for rounds, whose segments are in consecutive slots, the numbers of columns, ascending, in which
+        attention may compute a row's tokens; empty allows any number. None for prompts, each of which attends as if
+        alone. Returns logits [T, V], or [C, V] if `columns` [C] are given.
         """

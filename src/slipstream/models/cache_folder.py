@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from slipstream.errors import SlipstreamError, os_reason
 
-PANELS = ".panels"  # ending of files with packed matrices
+PANELS = ".panels"  # file name extension of packed matrices
 
 log = logging.getLogger("slipstream")
 
@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 
 
 def panels_folder() -> Path:
-    """Where packed matrices of large models are kept. It may be missing."""
+    """The folder of large models' packed matrices. It may be missing."""
     return cache_folder() / "panels"
 
 
@@ -50,7 +50,7 @@ def writable(name: str, folder: Path) -> Iterator[None]:
 def read_measured(kind: str, identity: str, parse: Callable[[dict[str, Any]], Measured]) -> Measured | None:
     """The values saved under this kind and identity, parsed; None if there are none or, with a warning, if damaged.
 
-    Values that are no longer those that were saved count as damaged, so that `parse` need not check them.
+    A digest reveals changed values, so `parse` need not check them.
     """
     file = _measured_file(kind, identity)
     if not file.is_file():
@@ -59,7 +59,7 @@ def read_measured(kind: str, identity: str, parse: Callable[[dict[str, Any]], Me
         saved = json.loads(file.read_text(encoding="utf-8"))
         values = saved["values"]
         if saved["digest"] != _digest(identity, values):
-            raise ValueError("it is not as it was saved")
+            raise ValueError("its digest does not match its values")
         return parse(values)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.warning("%s is damaged and measured again: %s: %s", file, type(error).__name__, error)
@@ -73,7 +73,7 @@ def save_measured(kind: str, identity: str, values: Mapping[str, Any]) -> None:
     file = _measured_file(kind, identity)
     file.parent.mkdir(parents=True, exist_ok=True)
     with replaced(file) as partial:
-        as_read = json.loads(json.dumps(values))  # with keys that are texts
+        as_read = json.loads(json.dumps(values))  # keys become strings
         saved = {"identity": identity, "digest": _digest(identity, as_read), "values": as_read}
         partial.write_text(json.dumps(saved, indent=2), encoding="utf-8")
 

@@ -1,6 +1,6 @@
-"""How much of its vocabulary a draft model scores, and the output layer that can score a part of it.
+"""Decides how much of its vocabulary a draft model scores, and provides the output layer that scores a part of it.
 
-Byte-pair vocabularies are numbered in the order of their merges, so that the first tokens are the frequent ones.
+Byte-pair vocabularies are numbered in the order of their merges, so the first tokens are the most frequent ones.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Convert = Callable[[nn.Linear], nn.Module] | None
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The part of an output layer for some tokens. weight: [N, in]; bias: [N] or None."""
+    """The rows of an output layer for some tokens. weight: [N, in]; bias: [N] or None."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class RestrictedHead(nn.Module):
-    """An output layer that gives the logits of all tokens or, within `only`, of the first ones and of chosen others.
+    """An output layer for all tokens or, within `only`, for the first tokens and some others.
 
-    Restricted or not, a token's logit is the same, up to rounding where the complete layer is quantized.
+    Restricted or not, a token's logit is the same, except for rounding if the complete layer is quantized.
     """
 
     def __init__(self, complete: Any, first: nn.Module, num_first: int, rows: Rows) -> None:
@@ -58,7 +58,7 @@ class RestrictedHead(nn.Module):
         return torch.cat([self.first(x), others], -1)
 
     def chosen(self, tokens: Tensor) -> ChosenRows:
-        """What `only` needs of these tokens [N]."""
+        """The rows for these tokens [N], as `only` takes them."""
         return ChosenRows(self._rows(tokens), None if self.bias is None else self.bias[tokens])
 
     @contextmanager
@@ -74,9 +74,9 @@ class RestrictedHead(nn.Module):
 def restricted_head(complete: Any, linear: Any, num_first: int, convert: Convert) -> RestrictedHead:
     """A layer that scores all tokens or a part of them.
 
-    linear: the original output layer; complete: what has replaced it; convert: what made the replacement. Weights in
-    the kernels' format are shared. Otherwise the first tokens get a layer of their own, and the original weights,
-    which cost no memory where the embedding shares them, serve the other tokens.
+    linear: the original output layer; complete: its replacement; convert: the function that made it. Weights in the
+    kernels' format are shared. Otherwise the first tokens get a layer of their own, and the other tokens use the
+    original weights, which cost no memory if the embedding shares them.
     """
     if isinstance(complete, BlockLinear | QuantizedLinear):
         return RestrictedHead(complete, complete.first(num_first), num_first, complete.rows)
@@ -94,7 +94,7 @@ def restricted_head(complete: Any, linear: Any, num_first: int, convert: Convert
 
 
 class Restriction:
-    """Decides how many tokens a draft model scores, before its layers are replaced, and restricts it afterwards.
+    """Decides how many tokens a draft model scores before its layers are replaced, and restricts it afterwards.
 
     vocabulary: see `DecoderConfig.draft_vocabulary`.
     """
@@ -105,7 +105,7 @@ class Restriction:
         self._num_first = self._choose_num_first()
 
     def _choose_num_first(self) -> int | None:
-        """How many first tokens are scored; None for all."""
+        """The number of first tokens to score; None for all tokens."""
         linear, vocabulary = self._linear, self._vocabulary
         if vocabulary == "full":
             return None
@@ -149,7 +149,7 @@ class Restriction:
         return head
 
     def _takes_no_memory(self, complete: Any) -> bool:
-        """True if the weights of all tokens are in memory anyway."""
+        """True if the original weights of all tokens stay in memory anyway."""
         if isinstance(complete, BlockLinear | QuantizedLinear):
             return True
         tied: bool = self._linear.weight.data_ptr() == self._model.get_input_embeddings().weight.data_ptr()

@@ -1,7 +1,7 @@
 """Loaded models are used by one thread at a time, and only in the process that loaded them.
 
-A model's layers, its KV cache and the workspace of compiled kernels are shared by every decoder over it, so the lock
-stays with the model itself.
+All decoders over a model share its layers, its KV cache and the workspace of compiled kernels, so the lock is an
+attribute of the model.
 
 In a forked process PyTorch may wait forever: GNU's OpenMP expects threads that only the parent process had.
 """
@@ -34,7 +34,7 @@ _ALLOWED = "allowed: processes started by multiprocessing's method 'spawn' or 'f
 
 
 class ModelLock:
-    """A re-entrant lock kept as an attribute of a model; deep copies and pickles of the model go without it."""
+    """A re-entrant lock kept as an attribute of a model; deep copies and pickles of the model leave it out."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -82,7 +82,7 @@ class ExclusiveUse:
                 f"process {os.getpid()} was forked from one in which PyTorch had computed with several threads; they "
                 f"are gone, and PyTorch would wait for them forever; {_ALLOWED}, or torch.set_num_threads(1) here"
             )
-        # everybody takes several locks in the same order, so that two threads cannot wait for each other
+        # all threads take locks in the same order, so no two can wait for each other
         self._locks = sorted({lock_of(model) for model in models}, key=id)
         self._process = os.getpid()
         self._default_devices: list[torch.device | None] = []  # contexts entered, by depth
@@ -115,10 +115,10 @@ class ExclusiveUse:
 
     @contextmanager
     def step_of(self, user: object, prepare: Callable[[], None]) -> Iterator[None]:
-        """A step of decoding, with exclusive use. UsageError if it begins within another step.
+        """A step of decoding, with exclusive use. Raises `UsageError` if it begins within another step.
 
+        The re-entrant lock cannot refuse that: a drafter that decodes does so in the thread that holds the lock.
         prepare: called first if another user made the last step.
-        The lock cannot refuse a step within a step: a drafter that decodes does so in the thread that holds the lock.
         """
         with self:
             if any(lock.stepping for lock in self._locks):
@@ -139,20 +139,20 @@ class ExclusiveUse:
 
 
 def _may_be_forked() -> bool:
-    """True if this process may be a fork, on a system where PyTorch's threads are those of GNU's OpenMP."""
+    """True if this process may be a fork on Linux, where PyTorch computes with GNU's OpenMP."""
     return sys.platform == "linux" and (os.getpid() != IMPORTED_IN or multiprocessing.parent_process() is not None)
 
 
 @cache
 def threads_work(process: int, threads: int) -> bool:
-    """True if PyTorch can compute with this many threads in this process: tried in a fork, which may hang in its place.
+    """True if PyTorch can compute with this many threads here. A forked child tries it, since it may hang.
 
-    process: this process's id, so that a fork does not reuse the result that its parent has cached.
+    process: this process's id, so that a fork does not reuse its parent's cached result.
     """
     if threads == 1:
         return True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking while other threads run
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forking while other threads run
         trial = os.fork()
     if trial == 0:
         try:

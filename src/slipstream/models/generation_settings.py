@@ -1,7 +1,7 @@
-"""A model's own settings: the options that hold where a caller sets none, and the tokens that end a text.
+"""A model's generation settings: default sampling options, and the tokens that end a text.
 
-They stand in generation_config.json, or in a GGUF file under `general.sampling`, whose keys llama.cpp's converter
-copies from there. Settings that are not supported are named once, as they would change texts.
+They come from generation_config.json, or from a GGUF file's `general.sampling` keys, which llama.cpp's converter copies
+from there. Unsupported settings that would change the text are reported once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = logging.getLogger("slipstream")
 
 SAMPLED = OWN_OPTIONS[:4]  # `generate` reads them with do_sample alone
 GGUF = "general.sampling."
-GGUF_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # of options with another name there
-# settings that change no text of ours: ids and lengths, which requests set, reports, caches, assisted generation
+GGUF_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # options that have other names there
+# settings without effect here: ids and lengths, which requests set, reports, caches, assisted generation
 HARMLESS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
     *("max_length", "max_new_tokens", "num_return_sequences", "renormalize_logits", "remove_invalid_values"),
@@ -36,20 +36,20 @@ HARMLESS = {
     *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
     *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
-    *("length_penalty", "early_stopping", "diversity_penalty"),  # of beams, which `num_beams` asks for
-    *("xtc_threshold", "mirostat_tau", "mirostat_eta"),  # of xtc_probability and mirostat
+    *("length_penalty", "early_stopping", "diversity_penalty"),  # only with beams, see `num_beams`
+    *("xtc_threshold", "mirostat_tau", "mirostat_eta"),  # only with xtc_probability and mirostat
 }
-# values without effect of the others; None and empty ones have none anywhere
+# values that turn the other settings off; so do None and empty values
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), (1,)),
     **dict.fromkeys(("num_beams", "num_beam_groups", "temperature", "top_p"), (1,)),
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "min_p", "xtc_probability", "mirostat"), (0,)),
     "token_healing": (False,),
-    "top_k": (0, -1, 50),  # the last: what older versions of `generate` wrote without being asked
+    "top_k": (0, -1, 50),  # 50: the default that older versions of `generate` wrote into every file
     "penalty_last_n": (-1,),
 }
-INSTEAD = {  # the options that a caller can set
+INSTEAD = {  # the options that a request can set in their place
     **dict.fromkeys(("min_length", "min_new_tokens"), "min_tokens"),
     "bad_words_ids": "bad_words",
     "sequence_bias": "logit_bias",
@@ -96,10 +96,9 @@ class ModelSettings:
         return cls(model, options, not_applied)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
-        """The options of a request with the model's own in place of those that its caller has left out.
+        """The options of a request, with the model's own for those that its caller left out.
 
-        The first time that this changes a request, or that the model has settings which are not applied, a line says
-        so.
+        Logs one line the first time that this changes a request or leaves settings of the model unapplied.
         """
         if not self.options and not self.not_applied:
             return params
@@ -111,11 +110,11 @@ class ModelSettings:
 
     @property
     def line(self) -> str:
-        """The settings for people."""
+        """One line that describes the settings to users."""
         options = ", ".join(f"{name}={value:g}" for name, value in self.options.items())
         line = (
-            f"model {self.model} brings {options}, which hold where a request sets nothing "
-            "else (--greedy turns them off)"
+            f"model {self.model} brings {options}, which apply unless a request sets "
+            "something else (--greedy turns them off)"
         )
         if not self.not_applied:
             return line
@@ -150,8 +149,8 @@ def warn_without_ends(target: Loaded) -> None:
     if end is not None:
         ids = list(end) if isinstance(end, list | tuple) else [end]
         log.warning(
-            "model %s: its generation_config names no end token, though its config does (eos_token_id=%r): texts run "
-            "to max_tokens, as generate's do; SamplingParams(stop_token_ids=%r) ends them",
+            "model %s: its generation_config names no end token, though its config does (eos_token_id=%r): outputs run "
+            "to max_tokens, as with generate; SamplingParams(stop_token_ids=%r) ends them",
             target.name,
             end,
             ids,
@@ -165,7 +164,7 @@ def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def read_end_ids(name: str, ends: Any, vocab_size: int) -> tuple[int, ...]:
-    """The end-of-sequence ids of a model's settings that its vocabulary has. ends: an id, several, or None.
+    """The end-of-sequence ids in a model's settings that its vocabulary has. ends: an id, several, or None.
 
     Raises `UsageError`, naming the model, for anything that is not a token id.
     """

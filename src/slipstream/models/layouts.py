@@ -1,8 +1,8 @@
 """How rows of different length share a forward without padding, and which layout a model gets.
 
 The specification is `Rectangle`, which pads every row to the longest and reads prompts one by one; all layouts give the
-same logits. `RaggedLayout` takes as many tokens of each row as it has, one row's after the other's. It reads the texts
-of several rows in the same forwards; a text that begins like another waits until that one is read, and copies it.
+same logits. `RaggedLayout` joins the rows' tokens end to end. It reads the prompts of several rows in the same
+forwards; a prompt that shares a prefix with another one waits until that one is read, and copies the prefix.
 `UnpaddedLayout` is for models that run on caches of their own, one row at a time.
 """
 
@@ -37,13 +37,13 @@ class RaggedLayout:
         return table.shapes.total_for(rows + drafted) if rows > 1 else None
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, logits: bool) -> Tensor | None:
-        """Rows that share no beginning are read together."""
+        """Prompts that share no prefix are read together."""
         if not self.allowed(table) or table.shapes.reuse > 1 or any(map(table.blocks, rows)):
             return PADDED.prefill(table, rows, logits=logits)
         prompt_logits: dict[int, Tensor] = {}
         for group in _groups(table, rows):
             lacking = {slot: row for slot, row in group.items() if table.is_far_behind(slot, row)}
-            logits = logits and len(lacking) == len(group)  # if one row is left to the round, all logits are
+            logits = logits and len(lacking) == len(group)  # a row left to the round gets its logits there, so all do
             ends = {slot: len(row.tokens) - (not logits) for slot, row in lacking.items()}
             if len(ends) > 1:
                 _read_together(table, group, ends, prompt_logits)
@@ -61,7 +61,7 @@ class RaggedLayout:
         return last_of_each(*flat, [keep - width + n for n in lengths], keep)
 
     def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Tokens are chosen before they are laid out in rows, so that logits are not."""
+        """Picks tokens first and arranges those in rows: that moves less memory than arranging logits."""
         if (flat := self._flat(table, batch, draft, lengths)) is None:
             return PADDED.best(table, batch, draft, lengths)
         logits, counts = flat
@@ -83,7 +83,7 @@ class RaggedLayout:
 
 
 def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
-    """Groups of rows that are read together, by slot; a row that would copy what others read is in a later group."""
+    """Groups of rows to read together, by slot; a row that can copy what others read is in a later group."""
     waiting = list(enumerate(rows))
     while waiting:
         group: dict[int, Row] = {}
@@ -108,7 +108,7 @@ def _would_copy(table: SlotTable, slot: int, row: Row, others: Iterable[Row]) ->
 def _read_together(
     table: SlotTable, rows: dict[int, Row], ends: dict[int, int], prompt_logits: dict[int, Tensor]
 ) -> None:
-    """Read several rows' texts one after the other, in forwards of a chunk each."""
+    """Read several rows' tokens, joined end to end, in forwards of one chunk each."""
     shapes = table.shapes
     bases = {slot: table.states[slot].base for slot in ends}
     lacking = [RowSegment(slot, bases[slot], end - bases[slot]) for slot, end in ends.items()]
@@ -120,7 +120,7 @@ def _read_together(
         inputs = end_to_end(texts, shapes.prompt_width_for(total))
         ended = [i for i, piece in enumerate(segments) if piece.start + piece.count == len(rows[piece.slot].tokens)]
         columns = [sum(counts[: i + 1]) - 1 for i in ended]
-        num_columns = max(1, len(ended))  # the output layer takes as many columns as agree bit for bit
+        num_columns = max(1, len(ended))  # padded below to a number for which the output layer's bits agree
         columns += [0] * ((shapes.total_for(num_columns) or shapes.prompt_width_for(num_columns)) - len(ended))
         logits = forward_segments(table, inputs, segments, texts, None, torch.tensor(columns))
         prompt_logits.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(ended)})
@@ -186,17 +186,13 @@ def portions(segments: Sequence[RowSegment], max_tokens: int) -> Iterator[list[R
 
 @runtime_checkable
 class UnpaddedForwards(Checkpoints, Protocol):
-    """Optional capability of a backend that runs rows one at a time and knows a state only where a forward ended.
+    """Optional capability of a backend that runs rows one at a time and has states only where forwards ended.
 
-    It takes several rows as `RaggedForwards` does, and nothing is padded.
-
-    takes_several_tokens: whether a forward may read several tokens after a state; if so, long prompts are read in
-    chunks. rounds_like_one_token: whether such a forward gives each token the logits that it would get in a forward of
-    its own, up to the rounding of float32.
+    It takes several rows as `RaggedForwards` does, without padding.
     """
 
-    takes_several_tokens: bool
-    rounds_like_one_token: bool
+    takes_several_tokens: bool  # in one forward after a state; if so, long prompts are read in chunks
+    rounds_like_one_token: bool  # such a forward's logits are those of single tokens, up to float32 rounding
 
 
 class UnpaddedLayout:
@@ -213,7 +209,7 @@ class UnpaddedLayout:
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """One forward of all rows' real tokens."""
         width = draft.shape[1]
-        real = lengths if keep > width else [width] * len(lengths)  # a draft model that scores column by column
+        real = lengths if keep > width else [width] * len(lengths)  # else a draft model scores by column
         logits, counts = self._flat(table, batch, draft, real)
         return last_of_each(logits, counts, [keep - width + n for n in real], keep)
 

@@ -1,4 +1,4 @@
-"""From a name, a path or a model in memory to a `Loaded` model."""
+"""Turns a name, a path or a model in memory into a `Loaded` model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from slipstream.models.weights.hub_files import local_file
 def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
     """Load a target or draft model.
 
-    source: "toy" or "toy:ORDER", a short name, a hub id, with a quantization for a GGUF file there, a local folder, a
-    .gguf file, or a loaded Hugging Face model.
+    source: "toy" or "toy:ORDER", a short name, a hub id (with a quantization to select a GGUF file there), a local
+    folder, a .gguf file, or a loaded Hugging Face model.
     """
     limit_threads()
     if options.rounding != "none" and (is_toy(source) or isinstance(source, torch.nn.Module)):
@@ -34,7 +34,7 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
         return wrap_model(source, tokenizer, options)
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         file = local_file(source, options.extra) if isinstance(source, str) else str(source)
-        if file != str(source):  # of the hub: the options for fetching it have done their work
+        if file != str(source):  # a file of the hub, which is fetched by now
             extra = {name: value for name, value in options.extra.items() if name not in (*FETCHING, *WHICH_FILES)}
             loaded = load(file, replace(options, extra=extra), tokenizer)
             return replace(loaded, name=loaded.name.replace(file, str(source)))
@@ -43,7 +43,7 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
             from slipstream.models.planned_models import load_planned
             from slipstream.models.quantized_models import load_in_blocks
 
-            # before `pretrained`, which imports for two seconds: a GGUF file is packed meanwhile
+            # before importing `pretrained`, which takes two seconds: a GGUF file is packed meanwhile
             quantized = None if PLAN in options.extra else load_in_blocks(str(source), options)
             if quantized is not None and isinstance(quantized.model, PlannedModel):
                 return load_planned(str(source), options, tokenizer, quantized)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 PLAN = "tp_plan"  # the load option of tensor parallelism, see `slipstream.models.hf.tensor_parallel`
-MTP = "mtp"  # the draft model that a target brings: its multi-token-prediction layers
+MTP = "mtp"  # names a target's own multi-token-prediction layers as the draft model
 # load options for how files are fetched and whether their code may run; they also apply to the draft model's files
 FETCHING = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "trust_remote_code")
 READS_TEXT = "it reads text only"
@@ -27,29 +27,21 @@ WHICH_FILES = ("code_revision", "revision", "subfolder")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready for use.
-
-    end_ids: its end-of-sequence tokens; model: the framework's own object, if any; fingerprint: architecture, sizes
-    and precision, everything that the cost and the bits of a forward depend on. restricted: its output layer, if that
-    can score a part of the vocabulary. arithmetic: of the kernels, where they do not compute in its dtype.
-    source: what it was loaded from; rounding: see `LoadOptions.rounding`; `name` includes both. view: set for a model
-    that the caller owns: the backend runs the view's modules, and `model` stays as its owner made it. vision: reads
-    images; if the model sees none, the reason.
-    """
+    """A model ready for use."""
 
     backend: Backend
-    name: str
-    end_ids: tuple[int, ...]
+    name: str  # includes `source` and `rounding`
+    end_ids: tuple[int, ...]  # end-of-sequence tokens
     tokenizer: Tokenizer | None = None
-    model: Any = None
+    model: Any = None  # the framework's own object, if any
     packed: bool = False
-    fingerprint: str = ""
-    restricted: RestrictedHead | None = None
-    arithmetic: str = ""
-    source: str = ""
-    rounding: str = "none"
-    view: ModelView | None = None
-    vision: Vision | str = READS_TEXT
+    fingerprint: str = ""  # architecture, sizes and precision: everything that decides a forward's cost and bits
+    restricted: RestrictedHead | None = None  # the output layer, if it can score a part of the vocabulary
+    arithmetic: str = ""  # of the kernels, where they do not compute in the model's dtype
+    source: str = ""  # what the model was loaded from
+    rounding: str = "none"  # see `LoadOptions.rounding`
+    view: ModelView | None = None  # for a caller's model: its modules run, and `model` stays as its owner made it
+    vision: Vision | str = READS_TEXT  # reads images; a string is the reason why the model takes none
 
     @property
     def plain_model(self) -> Any:
@@ -67,36 +59,32 @@ class LoadOptions:
     """How to load models.
 
     fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or refuses with the reason
-    why it cannot; "auto" packs the weights of models that are loaded here, and captures graphs; False does neither.
-    quantize: how to quantize a draft model's weights: "int4" and "int8" do so or refuse, "auto" uses int4 where that is
+    why it cannot; "auto" packs the weights of models that Slipstream loads itself, and captures graphs; False does
+    neither. quantize: "int4" and "int8" quantize a draft model's weights or refuse; "auto" uses int4 where that is
     faster and `fast` allows it.
-    extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, revision, ...).
-    vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.
-    activations: of products with quantized weights, see `DecoderConfig.activations`. rounding: what the target's
-    weights are quantized to at load, see `DecoderConfig.quantize`.
     """
 
     dtype: str = "auto"
     device: str = "auto"
     fast: bool | str = "auto"
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # further arguments of `from_pretrained`, such as revision
     quantize: str | None = None
-    vocabulary: int | str = "full"
-    activations: str = "auto"
-    rounding: str = "none"
+    vocabulary: int | str = "full"  # `DecoderConfig.draft_vocabulary`; targets always score all of it
+    activations: str = "auto"  # `DecoderConfig.activations`
+    rounding: str = "none"  # `DecoderConfig.quantize`: what a target's weights are quantized to
 
     @property
     def files(self) -> dict[str, Any]:
         """Arguments for whatever reads a file of the model: configuration, tokenizer, weights.
 
-        Unless the caller allows it, code from a repository does not run, and nobody is asked whether it may.
+        Code from a repository runs only if the caller has allowed it; there is no interactive question.
         """
         chosen = {name: value for name, value in self.extra.items() if name in (*FETCHING, *WHICH_FILES)}
         return {"trust_remote_code": False} | chosen
 
     @property
     def precision(self) -> str:
-        """What the user says of a draft's precision."""
+        """The draft precision that the user chose, as one label."""
         return f"{self.draft_type or self.quantize or 'auto'}{' plain' if self.fast is False else ''}"
 
     @property
@@ -105,18 +93,18 @@ class LoadOptions:
         return [name for name in self.extra if name not in (*FETCHING, *WHICH_FILES)]
 
     def for_draft(self, dtype: str, vocabulary: int | str = "full") -> LoadOptions:
-        """The options of the draft model: a precision and vocabulary of its own, files fetched as the target's."""
+        """The options of the draft model: its own precision and vocabulary, with the target's options for fetching."""
         extra = {name: value for name, value in self.extra.items() if name in FETCHING}
         options = replace(self, vocabulary=vocabulary, activations="auto", rounding="none", extra=extra)
         return options.with_draft_dtype(dtype)
 
     def with_draft_dtype(self, dtype: str) -> LoadOptions:
-        """These options for weights of the precision `DecoderConfig.draft_dtype`."""
+        """These options with weights in the precision `DecoderConfig.draft_dtype`."""
         return replace(self, quantize=dtype) if dtype in ("auto", "int4", "int8") else replace(self, dtype=dtype)
 
     @property
     def draft_type(self) -> str | None:
-        """The type of a draft's weights that the user names, in which they are not quantized; None for none."""
+        """The floating-point type that the user chose for the draft's weights; None if there is no such choice."""
         return self.dtype if self.quantize is None and self.dtype != "auto" else None
 
 
@@ -131,7 +119,7 @@ def is_loaded(model: Any) -> bool:
 
 
 def _refuse_options_of_targets(options: LoadOptions, target: Any) -> None:
-    """Refuse load options that draft models do not take, where only a draft model is to be loaded."""
+    """Refuse load options that draft models do not take, for when only a draft model will be loaded."""
     for name in options.extra:
         if name not in FETCHING:
             why = "the toy model has no files" if is_toy(target) else "the target is loaded already"

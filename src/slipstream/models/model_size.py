@@ -1,7 +1,6 @@
-"""How large a model is, estimated from its configuration: what a forward of one token reads of its weights.
+"""Estimates from a model's configuration how many weights a forward of one token reads.
 
-Known before a model is loaded, and for models whose weights are packed. It tells a draft model that is larger than its
-target; times of forwards are measured elsewhere.
+The estimate needs no loaded model and no plain weights. It reveals a draft model that is larger than its target.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from typing import Any
 
 from slipstream.models.decoder.families import latent_plan
 
-GATED = 3  # matrices of a feed-forward layer; of most architectures
+GATED = 3  # matrices in a feed-forward layer of most architectures
 
 
 def num_weights_read(config: Any) -> int | None:
-    """About how many weights a token takes: of attention, feed-forward layers (of a mixture, the experts that a token
-    goes to) and the output layer. None for configurations that do not say.
+    """About how many weights a token reads; None for configurations that do not say.
 
-    config: of the text model.
+    Counts attention, feed-forward layers (in a mixture, the experts that a token uses) and the output layer. config: of
+    the text model.
     """
     layers, width, heads, vocabulary = (
         _size(config, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -50,7 +49,7 @@ def cached_bytes(config: Any) -> int | None:
 
 
 def larger(target: int | None, draft: int | None) -> str:
-    """How a draft model compares with its target in weights, if it is no smaller; else, and if unknown, empty."""
+    """Says that a draft model has at least as many weights as its target; empty if it has fewer, or if unknown."""
     if target is None or draft is None or draft < target:
         return ""
     weights = f"about {_in_words(draft)} weights per token"
@@ -64,9 +63,9 @@ def _in_words(number: int) -> str:
 
 
 def _size(config: Any, name: str) -> int | None:
-    """A number of a configuration; None where it has none, or another one in each layer."""
+    """A number in a configuration; None if it is missing or differs between layers."""
     try:
         value = getattr(config, name, None)
-    except RuntimeError:  # transformers, of a field that differs from layer to layer
+    except RuntimeError:  # transformers raises it for a field that differs between layers
         return None
     return value if type(value) is int and value > 0 else None

@@ -1,7 +1,7 @@
-"""Messages while a model loads: that long work begins, how far it is, and what runs slower than it could.
+"""Messages while a model loads: announcements and progress of long work, and warnings about slow paths.
 
 Long work happens once per machine: models are converted, kernels compiled, forwards measured.
-`logging.getLogger("slipstream").setLevel(logging.WARNING)` silences that.
+`logging.getLogger("slipstream").setLevel(logging.WARNING)` silences its messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_silenced() -> bool:
 
 
 def announce(message: str) -> None:
-    """Announce long work in one line: in the log if that shows messages of level INFO, else on standard error.
+    """Announce long work in one line: in the log if it shows level INFO, else on standard error.
 
     Without it a script or a notebook would seem to hang for a minute.
     """
@@ -41,7 +41,7 @@ class OneLineProgress(Progress):
     """A progress display that stays on one line: in a narrow terminal its bar becomes shorter."""
 
     def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
-        """The columns, of which only bars may shrink."""
+        """The columns; only bars may shrink."""
         table = super().make_tasks_table(tasks)
         for shown, column in zip(table.columns, self.columns, strict=True):
             shown.no_wrap = not isinstance(column, BarColumn)
@@ -49,7 +49,7 @@ class OneLineProgress(Progress):
 
 
 class TimeLeft(TimeRemainingColumn):
-    """The time that is left, and at the end the time that all took."""
+    """The remaining time; at the end, the total time."""
 
     def __init__(self) -> None:
         super().__init__(elapsed_when_finished=True)
@@ -61,7 +61,7 @@ class TimeLeft(TimeRemainingColumn):
 
 @contextmanager
 def progress_bar(description: str, message: str, *columns: ProgressColumn, **task: Any) -> Iterator[Progress]:
-    """Show a progress bar on standard error until the block ends; if that is no terminal, announce `message` instead.
+    """Show a progress bar on standard error until the block ends; if that is not a terminal, announce `message`.
 
     columns: what to show after the description and the bar; task: arguments of `Progress.add_task`. The yielded
     `Progress` has this one task.
@@ -78,5 +78,5 @@ def progress_bar(description: str, message: str, *columns: ProgressColumn, **tas
 
 @cache
 def warn_slower(reason: str) -> None:
-    """Warn, once per process and reason, that a faster way of computing cannot be used. The results are the same."""
+    """Warn, once per process and reason, that a faster implementation cannot be used. The results are the same."""
     log.warning("slower than it could be: %s", reason)

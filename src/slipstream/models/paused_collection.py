@@ -13,8 +13,8 @@ MANY = 10_000  # objects: the collector looks through fewer in a fraction of a m
 def paused_collection() -> Iterator[None]:
     """Pause the garbage collector inside the block; objects made there count as old afterwards.
 
-    Importing PyTorch and transformers makes millions of objects that stay. Collections during an import would take a
-    seventh of its time, and the first one afterwards, which looks at all young objects, a fifth of a second.
+    Importing PyTorch and transformers creates millions of permanent objects. Collections during an import would take a
+    seventh of its time, and the first one afterwards, which scans all young objects, a fifth of a second.
     """
     if not gc.isenabled():
         yield
@@ -23,7 +23,7 @@ def paused_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        # moves all objects to the oldest generation, unless somebody has frozen some: those would be unfrozen, too
+        # moves all objects to the oldest generation; skipped if the program has frozen some, which it would unfreeze
         if gc.get_count()[0] > MANY and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()

@@ -55,7 +55,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
             _check_quantization(source, folder, config, options)
             arguments: dict[str, Any] = {"dtype": DTYPES[options.dtype], "ignore_mismatched_sizes": True}
             if device is not None and device.type == "cuda" and not is_quantized(config, options):
-                arguments["device_map"] = {"": device}  # weights go straight to the GPU, not through the host's memory
+                arguments["device_map"] = {"": device}  # straight to the GPU, not through the host's memory
             arguments |= options.files | options.extra
             model, report = auto_class(config).from_pretrained(folder, **arguments, output_loading_info=True)
     except reader_errors() as error:
@@ -70,7 +70,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
 
 
 def _check_quantization(source: str, folder: str, config: Any, options: LoadOptions) -> None:
-    """Refuse quantized weights that transformers would read as if they were plain ones."""
+    """Refuse quantized weights that transformers would read as plain ones."""
     quantization: Any = getattr(config, "quantization_config", None)
     if "quantization_config" in options.extra or is_applied_by_transformers(quantization):
         if not is_quantized(config, options):
@@ -114,7 +114,7 @@ def _adapted(adapter: Adapter, options: LoadOptions) -> tuple[str, Any]:
 
 
 def _dequantized(source: str, device: str) -> tuple[str, Any]:
-    """A GGUF file in float32, which holds its numbers exactly; bfloat16, the cached conversion, would round them."""
+    """Load a GGUF file in float32, which holds its numbers exactly; the cached bfloat16 conversion rounds them."""
     from slipstream.models.weights.gguf_configuration import described
     from slipstream.models.weights.gguf_conversion import dequantized
     from slipstream.models.weights.gguf_file import read_header
@@ -135,7 +135,7 @@ def _read_ahead(folder: Path) -> None:
 
 
 def load_unpacked(source: str, options: LoadOptions) -> Any:
-    """A model in floating point: transformers' own weights, or the numbers that quantized ones stand for.
+    """Load a model in floating point; quantized weights are dequantized.
 
     options: only dtype, device, extra and rounding are used.
     """

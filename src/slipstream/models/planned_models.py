@@ -1,4 +1,4 @@
-"""Makes models that are computed by their plan ready for use. Imports no transformers."""
+"""Prepares models that are computed by their plan, without importing transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slipstream.tokenization.hf_tokenizer import HFTokenizer
 
 
 def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: QuantizedModel) -> Loaded:
-    """Make a planned model ready. quantized: the model, with the weights of `source`."""
+    """Prepare a planned model. quantized: the model, with the weights of `source`."""
     model: PlannedModel = quantized.model
     separate_threads()
     wrapped = load_tokenizer(source, quantized.folder, options) if tokenizer is None else HFTokenizer(tokenizer)
@@ -32,7 +32,7 @@ def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: Q
     passed = passed_trials(source, quantized.folder, model, options, "in blocks")
     use_compiled_ops(backend, model.plan, model.fused_layers(), OwnLogits(backend, passed))
     if backend.stack is None:
-        check_logits(a_few_logits(backend))  # of PyTorch's operators, which nothing has tried
+        check_logits(a_few_logits(backend))  # of PyTorch's operators, which no trial has checked
     fingerprint = _fingerprint(backend, model)
     head = restriction.apply(by_position=True)
     ends = end_ids(model, backend.vocab_size)

@@ -1,4 +1,4 @@
-"""Makes Hugging Face models ready for use: loads or wraps them, speeds them up, checks that logits stay the same."""
+"""Prepares Hugging Face models: loads or wraps them, speeds them up, and checks that logits stay the same."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ log = logging.getLogger("slipstream")
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 _PLAIN = "'auto', 'bfloat16', 'float16', 'float32'"  # dtypes of a draft model that is not quantized
 Convert = Callable[[nn.Linear], nn.Module]
-_TRIED: WeakSet[Any] = WeakSet()  # models that gave their own logits from the slots of a KV cache
+_TRIED: WeakSet[Any] = WeakSet()  # models whose logits over a slot cache have been checked
 AnyBackend = HFBackend | GraphedBackend | OwnCacheBackend
 
 
 def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
-    """A `PreTrainedModel` of the caller's as a `Loaded`. tokenizer: needed for text prompts only.
+    """Wrap the caller's `PreTrainedModel`. tokenizer: needed for text prompts only.
 
-    The model itself does not change, only the modules of a view of it. Its weights stay in memory beside packed ones,
-    so they are packed only if fast=True asks for it. Capturing its forwards copies none.
+    The model itself does not change, only the modules of a view of it. Its weights stay in memory next to packed ones,
+    so they are packed only if fast=True asks for it. Capturing its forwards copies no weights.
     """
     owned = unwrapped(model)
     if (reason := without_weights(owned)) is not None:
@@ -104,7 +104,7 @@ def wrap_again(loaded: Loaded, options: LoadOptions) -> Loaded:
 
 
 def _declare_sizes(model: Any) -> None:
-    """Give linear layers the sizes of their weights: PEFT's copies of tied embeddings declare exchanged ones."""
+    """Give linear layers the sizes of their weights: PEFT's copies of tied embeddings declare them swapped."""
     for module in model.modules():
         weight = module.weight if isinstance(module, nn.Linear) else None
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
@@ -116,10 +116,10 @@ def _backend(
 ) -> AnyBackend:
     """The backend that runs a model.
 
-    convert: makes the replacements of its linear layers; None for plain layers, and where a file's blocks have replaced
-    them already. owned: the caller's model that this is a view of. On CUDA its forwards are captured as graphs unless
-    `fast` is False; True also replaces its layers. A model whose state cannot be written by position runs on caches of
-    its own.
+    convert: makes the replacement of each linear layer; None if they stay plain, or a file's blocks have replaced them
+    already. owned: the caller's model, if `model` is a view of it. On CUDA forwards are captured as graphs unless
+    `fast` is False; True also replaces layers. A model whose state cannot be written by position runs on caches of its
+    own.
     """
     if getattr(model.config.get_text_config(), "num_hidden_layers", None) == 0:
         raise UsageError(f"model {type(model).__name__} has num_hidden_layers=0; allowed: at least one layer")
@@ -130,14 +130,14 @@ def _backend(
     if convert is not None:
         _convert(model, convert)
     elif fast is not False and owned is None and model.device.type == "cpu":
-        convert_experts(model)  # of float16, for one, whose linear layers stay
+        convert_experts(model)  # also where linear layers stay, as in some float16 models
     elif captured and fast is True:
         fuse(model)
     if reason is None:
         graphed = GraphedBackend(model) if captured else None
         backend = HFBackend(model) if graphed is None else graphed.eager
         own_logits, trial = OwnLogits(backend, passed), "slots of a cache"
-        if convert is not None or owned not in _TRIED:  # plain layers that have passed need no second trial
+        if convert is not None or owned not in _TRIED:  # a plain model that has passed needs no second trial
             reason = why_not_on_slots(lambda: trial in own_logits.passed or _gives_own_logits(model, own_logits))
         if reason is None:
             own_logits.passed.add(trial)
@@ -155,13 +155,13 @@ def _backend(
 
 
 def _gives_own_logits(model: Any, own_logits: OwnLogits) -> bool:
-    """True if a backend's logits are those of its model without a cache."""
+    """True if the backend's logits equal those of its model without a cache."""
     with own_logits.same_experts():
         return not differ(model, *own_logits.logits)
 
 
 def _is_captured(model: Any, fast: bool | str) -> bool:
-    """True if forwards are to be captured as graphs. Raises `UsageError` where fast=True and they cannot be."""
+    """True if forwards will be captured as graphs. Raises `UsageError` if fast=True and they cannot be."""
     if fast is False or model.device.type != "cuda":
         return False
     reason = not_by_position(model) or why_not_captured(model)
@@ -179,7 +179,7 @@ def _cannot_be_captured(model: Any, reason: str) -> UsageError:
 
 
 def _packed(model: Any, fast: bool | str) -> Convert | None:
-    """What packs the layers; None where they stay plain. Raises `UsageError` where fast=True and they cannot be."""
+    """The function that packs a layer; None if layers stay plain. Raises `UsageError` if fast=True and they must."""
     if fast is False or model.device.type == "cuda":
         return None
     is_float16 = model.dtype == torch.float16
@@ -193,9 +193,9 @@ def _packed(model: Any, fast: bool | str) -> Convert | None:
 
 
 def _quantized(model: Any, options: LoadOptions, allowed: str) -> Convert | None:
-    """What quantizes the layers; for "auto", what packs them where quantizing them is no gain.
+    """The function that quantizes a layer; for "auto", one that packs it where quantizing gains nothing.
 
-    Raises `UsageError` where "int4" or "int8" is asked for and the layers cannot be quantized.
+    Raises `UsageError` if "int4" or "int8" is asked for and the layers cannot be quantized.
     """
     bits, is_required = options.quantize, options.quantize in BITS
     if not is_required and (options.fast is False or num_weights(model) < SMALLEST):
@@ -215,7 +215,7 @@ def _quantized(model: Any, options: LoadOptions, allowed: str) -> Convert | None
 
 
 def _convert(model: Any, convert: Convert) -> None:
-    """Replace each linear layer that runs with what `convert` makes of it; layers that share an input become one."""
+    """Replace each linear layer that runs by `convert` of it; layers that share an input become one."""
     order_outputs(model)
     convert_experts(model, convert)
     convert_latent(model, convert)
@@ -228,7 +228,7 @@ def _convert(model: Any, convert: Convert) -> None:
 
 
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized: QuantizedModel | None) -> Loaded:
-    """Load a folder, a .gguf file, the default model or a hub id. quantized: what `load_in_blocks` returned for it."""
+    """Load a folder, a .gguf file, the default model or a hub id. quantized: the result of `load_in_blocks`."""
     from slipstream.models.plain_models import load_model
 
     if PLAN in options.extra:
@@ -259,7 +259,7 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized
 
 
 def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
-    """A target over the processes of torchrun; on ranks other than 0 this does not return."""
+    """Load a target across the processes of torchrun; on ranks other than 0 this does not return."""
     from slipstream.models.hf.tensor_parallel import check_heads, join_ranks, lead_or_follow, loading_options
     from slipstream.models.plain_models import load_model
 

@@ -1,7 +1,7 @@
 """Models whose weights are quantized: by a GGUF file, by a checkpoint, or at load.
 
-They compute with the quantized blocks as they are: nothing is unpacked, and no second file is written. Where the
-kernels cannot do that, or the options ask for something else, they are unpacked to floating point.
+They compute directly with the quantized blocks: nothing is unpacked, and no second file is written. Where the kernels
+cannot do that, or the options ask for something else, the weights are unpacked to floating point.
 """
 
 from __future__ import annotations
@@ -72,24 +72,20 @@ from slipstream.models.weights.unused_tensors import HARMLESS
 
 log = logging.getLogger("slipstream")
 
-# settings of models that also take images or sounds
+# sections in the configurations of models that also take images or sounds
 PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
-# types of these models whose texts are those of their language part alone; a test compares both
+# types of such models whose language part alone generates the same text; a test compares both
 WITH_LANGUAGE_PART = ("gemma3", "gemma4", "gemma4_unified", "llava", "mistral3", "qwen3_5", "qwen3_5_moe")
 CONFIG, GENERATION = "config.json", "generation_config.json"
-# tensors of a block that hold a matrix of each expert: gates before ups, and downs
 
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """A model read from quantized weights. folder: where its tokenizer is.
+    """A model read from quantized weights."""
 
-    in_blocks: whether it computes with the quantized blocks; else it was unpacked.
-    """
-
-    folder: str
+    folder: str  # of its tokenizer
     model: Any
-    in_blocks: bool
+    in_blocks: bool  # computes with the quantized blocks; else it was unpacked
 
 
 def generation_settings(source: str, folder: str, files: Mapping[str, Any]) -> Any:
@@ -105,10 +101,10 @@ def generation_settings(source: str, folder: str, files: Mapping[str, Any]) -> A
 
 
 def load_in_blocks(source: str, options: LoadOptions) -> QuantizedModel | None:
-    """Load a model of quantized weights; None if the model is not quantized, or `load_model` is to unpack it.
+    """Load a model with quantized weights; None if it is not quantized, or if `load_model` must unpack it.
 
-    It is unpacked if the options say so or, with a warning, if the kernels do not take its blocks. Raises `UsageError`
-    if it must be unpacked although the options choose activations, which only computing in blocks has.
+    It is unpacked if the options say so or, with a warning, if the kernels do not support its blocks. Raises
+    `UsageError` if it must be unpacked although the options set `activations`, which only blocks use.
     """
     is_required = options.activations != "auto"
     quantized = GGUFFile(source, options) if is_gguf(source) else checkpoint_of(source, options)
@@ -132,7 +128,7 @@ def load_in_blocks(source: str, options: LoadOptions) -> QuantizedModel | None:
 
 
 def _why_not_in_blocks(options: LoadOptions) -> str | None:
-    """Why these options need another form than quantized blocks; None if they do not."""
+    """The reason these options rule out computing in quantized blocks; None if they allow it."""
     if options.dtype != "auto":
         return f"dtype={options.dtype!r} unpacks it"
     if options.fast is False:
@@ -165,7 +161,7 @@ class GGUFFile:
         """The tokenizer's folder, and the model. Raises `NotInBlocksError` where the model must be unpacked."""
         header = read_header(self.file)
         header.check_model()
-        settings_of(header)  # refuses what is not read, before anything large is
+        settings_of(header)  # refuses unsupported files before reading anything large
         try:
             check_kernels()
             kinds = {check_kind(entry).name for entry in header.tensors.values() if len(entry.shape) > 1}
@@ -213,7 +209,7 @@ def checkpoint_of(source: str, options: LoadOptions) -> QuantizedCheckpoint | Ro
     check_layers(source, folder, config, options.files)
     parts = [part for part in PARTS if isinstance(config.get(part), dict)]
     if options.rounding == "none":
-        # transformers renames the weights of models with more parts as it reads them
+        # transformers renames such models' weights while reading them
         if parts or (_for_transformers(options) and is_applied_by_transformers(config.get("quantization_config"))):
             return None
         scheme = scheme_of(source, config)
@@ -231,8 +227,8 @@ def checkpoint_of(source: str, options: LoadOptions) -> QuantizedCheckpoint | Ro
         )
     if parts and config.get("model_type") not in WITH_LANGUAGE_PART:
         raise UsageError(
-            f"quantize={options.rounding!r}, but model {source!r} of type {config.get('model_type')!r} has more parts "
-            f"than a language model ({parts[0]}); allowed: 'none', or models of type {', '.join(WITH_LANGUAGE_PART)}"
+            f"quantize={options.rounding!r}, but model {source!r} of type {config.get('model_type')!r} is more than "
+            f"a language model ({parts[0]}); allowed: 'none', or models of type {', '.join(WITH_LANGUAGE_PART)}"
         )
     if _for_transformers(options):
         what = f"load_options {', '.join(options.for_reader)}" if options.for_reader else "a GPU"
@@ -266,11 +262,11 @@ def _configuration(folder: str, options: LoadOptions) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A checkpoint. source: as the user named it; folder: what it resolved to; files: see `LoadOptions.files`."""
+    """A checkpoint in the safetensors format."""
 
-    source: str
-    folder: str
-    files: dict[str, Any]
+    source: str  # as the user named it
+    folder: str  # to which `source` resolved
+    files: dict[str, Any]  # see `LoadOptions.files`
 
     @property
     def name(self) -> str:
@@ -285,7 +281,7 @@ class _Checkpoint:
             config = complete.get_text_config()
             config.tie_word_embeddings |= complete.tie_word_embeddings
             if complete.model_type == "gemma3":
-                config.final_logit_softcapping = None  # which only its text-only class applies
+                config.final_logit_softcapping = None  # only the text-only class applies it
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 if (token := getattr(complete, name, None)) is not None:
                     setattr(config, name, token)
@@ -294,7 +290,7 @@ class _Checkpoint:
         return config
 
     def _empty(self, files: CheckpointFiles) -> Any:
-        """The model without weights; its output layer is its own where the files say so against config.json."""
+        """The model without weights; its output layer is tied only if the files agree with config.json."""
         model = empty_model(self._config, lambda error: not_loaded(self.source, self.folder, error), self.files)
         names = [f"{name}.weight" for name, module in model.named_modules() if _is_outermost(module, model)]
         if model.config.tie_word_embeddings and all(name in files for name in names):
@@ -418,7 +414,7 @@ class RoundedTensors:
         return self._rounded(self._files.rows(parameter, shape, FLOATS), self._bits_of(parameter))
 
     def unpacked_latent(self, parameter: str, plan: LatentPlan) -> Tensor:
-        """`unpacked` for a layer that makes keys and values of latents: its matrices are quantized as in `latent`."""
+        """`unpacked` for a layer that projects latents to keys and values: its matrices are quantized as `latent`'s."""
         parts = plan.parts(self._files.tensor(parameter, plan.shape, FLOATS))
         return plan.joined(*(self._rounded(part, self._bits) for part in parts))
 
@@ -464,9 +460,9 @@ class RoundedCheckpoint(_Checkpoint):
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
         try:
             model, tensors, files = self._tensors()
-        except NotInBlocksError as error:  # the configuration is damaged, so it cannot be made in any way
+        except NotInBlocksError as error:  # the configuration is damaged
             raise UsageError(
-                f"quantize={self.quantize!r}, but model {self.source!r} cannot be made: {error}; allowed: 'none'"
+                f"quantize={self.quantize!r}, but model {self.source!r} cannot be built: {error}; allowed: 'none'"
             ) from error
         if expert_blocks(model):
             raise self._no_mixture("it is quantized only where the kernels compute with blocks")
@@ -490,7 +486,7 @@ class RoundedCheckpoint(_Checkpoint):
 
 
 def _leave_out_biases(weights: dict[str, Tensor], parameters: set[str]) -> None:
-    """Drop biases of zeros that the model does not have, which some quantizers add."""
+    """Drop all-zero biases that some quantizers add to layers without a bias."""
     for name in [name for name in weights if name.endswith(".bias") and name not in parameters]:
         if not bool(weights[name].any()):
             del weights[name]
@@ -502,5 +498,5 @@ def _is_outermost(module: nn.Module, model: Any) -> bool:
 
 def _dtype(options: LoadOptions) -> torch.dtype:
     dtype = DTYPES["bfloat16" if options.dtype == "auto" else options.dtype]
-    assert isinstance(dtype, torch.dtype)  # "auto" alone is none
+    assert isinstance(dtype, torch.dtype)  # only "auto" is not a type
     return dtype

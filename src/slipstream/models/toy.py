@@ -1,7 +1,7 @@
 """A language model of a few kilobytes: byte n-gram counts with back-off. It needs no download.
 
-Its counts are those of the fable below. Like any backend it reads its context from its cache alone, so it exercises
-the same code as a transformer. "toy" looks 5 bytes back; "toy:2" looks 2 bytes back and serves as a draft model.
+It counts the n-grams of the fable below. Like any backend it reads its context only from its cache, so it exercises the
+same code as a transformer. "toy" looks 5 bytes back; "toy:2" looks 2 bytes back and serves as a draft model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ToyTokenizer:
         return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the bytes; ids that are no byte are dropped, broken sequences shown as the replacement character."""
+        """The bytes as text: ids that are not bytes are dropped, broken sequences become the replacement character."""
         return bytes(i for i in ids if i < END).decode(errors="replace")
 
     def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
@@ -58,7 +58,7 @@ class ToyTokenizer:
         return {f"<0x{i:02X}>": i for i in range(END)} | {"<end>": END}
 
     def byte_tokens(self) -> ByteTokens:
-        """Every token but the end is its own byte."""
+        """Every token except the end token is a byte."""
         return ByteTokens({i: bytes([i]) for i in range(END)}, {"<end>": END}, _encoding)
 
     def bytes_of(self, token: int) -> bytes | None:
@@ -89,7 +89,7 @@ class TokenCache:
 def _counted(
     order: int, layers: tuple[int, ...] | None
 ) -> tuple[dict[tuple[int, ...], dict[int, int]], dict[tuple[int, ...], Tensor]]:
-    """How often each token follows each context, and a memo of distributions; toys of the same settings share both."""
+    """Counts of the tokens that follow each context, and a memo of distributions; equal toys share both."""
     counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     text = [*FABLE.replace("\n", " ").strip().encode(), END]
     for place, token in enumerate(text):
@@ -100,9 +100,9 @@ def _counted(
 
 
 class ToyBackend:
-    """Logits from byte n-gram counts, longest context first, mixed with those of all shorter contexts.
+    """Logits from byte n-gram counts, mixed over all lengths of context; the longest weighs most.
 
-    Its layers are the lengths of context, from 0 to `order`.
+    Its layers are these lengths, from 0 to `order`.
     """
 
     vocab_size = VOCAB_SIZE

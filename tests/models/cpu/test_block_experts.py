@@ -285,7 +285,7 @@ def _of_another_class(model: Any) -> None:
     [
         ("qwen3_moe", {}, _with_hook, "other code changes"),
         ("qwen3_moe", {}, _with_activation, "neither SiLU nor GELU"),
-        ("qwen3_moe", {}, _of_another_class, "OwnBlock is no block of experts"),
+        ("qwen3_moe", {}, _of_another_class, "OwnBlock is not a block of experts"),
         ("qwen3_moe", {"moe_intermediate_size": 48}, None, "48 inputs; computed with: multiples of 32"),
         ("glm4_moe", {"n_group": 8, "topk_group": 2}, None, "chooses 3 of 8 experts from 2 of 8 groups"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, None, "chooses experts by 'noaux_tc'"),

@@ -77,7 +77,7 @@ def test_a_batch_drafts_blocks_in_one_forward_per_round_however_long_drafts_may_
         ({"causal": True}, "causal=True; allowed: False"),
         ({"norm_before_fc": True}, "norm_before_fc=True; allowed: False"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5; allowed: 1"),
-        ({"embedding_multiplier": 12.0}, "embedding_multiplier=12.0, which is not known here and may change"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier=12.0, which is unknown and may change"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0; allowed: None"),
         ({"num_hidden_layers": 3}, "'full_attention' for each of its 3 layers"),
         ({"intermediate_size": 41}, "tensor 'layers.0.mlp.gate_proj.weight' is [12, 8]; allowed: [41, 8]"),

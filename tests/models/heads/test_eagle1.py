@@ -90,7 +90,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
         ({"hidden_size": 48}, "its hidden_size is 48, that of"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; allowed: 'silu'"),
         ({"norm_before_residual": True}, "norm_before_residual=True; allowed: False"),
-        ({"residual_multiplier": 0.22}, "residual_multiplier=0.22, which is not known here and may change"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier=0.22, which is unknown and may change"),
         ({"sliding_window": 64}, "sliding_window=64 without layer_types; allowed: both"),
         ({"intermediate_size": 41}, "tensor 'layers.0.mlp.gate_proj.weight' is [40, 32]; allowed: [41, 32]"),
         ({"bias": True, "fc.bias": None}, "tensor 'fc.bias' is missing; allowed: [32]"),

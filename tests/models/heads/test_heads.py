@@ -199,7 +199,7 @@ def test_a_batch_drafts_what_each_row_drafts_alone(tmp_path: Path) -> None:
         ({"use_aux_hidden_state": False}, "has use_aux_hidden_state=False; allowed: True"),
         ({"parallel_draft_step": 2}, "has parallel_draft_step=2; allowed: 0, 1"),
         *(
-            ({name: value}, f"has {name}={value!r}, which is not known here and may change what it computes; allowed: ")
+            ({name: value}, f"has {name}={value!r}, which is unknown and may change what it computes; allowed: ")
             for name, value in [
                 ("logit_scale", 0.25),
                 ("embedding_multiplier", 12.0),

@@ -287,7 +287,7 @@ def changed(tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> Writ
         ),
         (
             lambda t: t.pop("model.layers.3.hnorm.weight"),
-            "has MTP layers of a form that is not read, tensor 'model.layers.3.eh_proj.weight'; allowed: layers",
+            "has unsupported MTP layers, tensor 'model.layers.3.eh_proj.weight'; allowed: layers",
         ),
     ],
     ids=["block", "shape", "part"],
@@ -300,7 +300,7 @@ def test_layers_that_do_not_fit_are_refused_in_one_line(
         SpeculativeDecoder(str(target.folder), "mtp", drafter="model")
     assert "\n" not in str(raised.value)
     assert decoder_of(target, drafter="auto", num_draft_tokens="auto").draft is None  # they were not asked for
-    assert ("drafting without the MTP layers" in caplog.text) is ("form that is not read" not in message)
+    assert ("drafting without the MTP layers" in caplog.text) is ("unsupported MTP layers" not in message)
 
 
 def test_a_target_without_mtp_layers_is_distinguished_from_unreadable_ones(tmp_path: Path) -> None:

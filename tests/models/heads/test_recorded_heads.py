@@ -325,7 +325,7 @@ def test_sampled_drafts_carry_the_distributions_they_were_drawn_from(
         ("eagle3_of_trainer", {"norm_before_fc": False}, "does not account for tensor 'input_norm.weight'"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2,3"}, "reads layers '2,3'; allowed: a list of layer numbers"),
         ("eagle3", {"eagle_config": {"use_last_layernorm": False}}, "has use_last_layernorm=False; allowed: True"),
-        ("eagle3", {"eagle_config": {"norm_after_fc": True}}, "has norm_after_fc=True, which is not known here and"),
+        ("eagle3", {"eagle_config": {"norm_after_fc": True}}, "has norm_after_fc=True, which is unknown and"),
         ("eagle3", {"eagle_config": [1]}, "config.json has eagle_config=[1]; allowed: an object"),
         ("eagle3", {"head_dim": "x"}, "has head_dim='x'; allowed: a whole number from 1 to"),
         ("eagle3", {"num_hidden_layers": 0}, "has num_hidden_layers=0; allowed: a whole number from 1 to 1000"),

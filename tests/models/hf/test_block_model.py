@@ -68,5 +68,5 @@ def test_the_rows_of_a_second_embedding_are_looked_up_in_its_table() -> None:
 
 def test_an_embedding_with_other_arguments_is_named() -> None:
     model, tensors = with_embedding(ByMask(7, 32))
-    with pytest.raises(NotInBlocksError, match=r"model\.extra is an embedding that is looked up by more than"):
+    with pytest.raises(NotInBlocksError, match=r"model\.extra is an embedding whose forward takes more than token ids"):
         fill(model, tensors, "int8")

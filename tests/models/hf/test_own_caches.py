@@ -90,7 +90,7 @@ def test_a_wrong_state_is_noticed(wrong: Callable[[StateAt], StateAt], monkeypat
 
 def test_a_kept_state_that_forwards_change_is_noticed_at_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(State, "duplicate", copy)  # shares tensors that the next forward changes in place
-    with pytest.raises(UsageError, match="cannot be kept and put back"):
+    with pytest.raises(UsageError, match="cannot be saved and restored"):
         decoder_of("olmo_hybrid")
 
 

@@ -238,7 +238,10 @@ def test_options_that_exclude_tensor_parallelism_are_refused(folders: Any, monke
         SpeculativeDecoder(str(folders[0]), load_options={"tp_plan": "auto"})
     for options, why in (
         (LoadOptions(fast=True, extra={"tp_plan": "auto"}), "fast=True with load_options 'tp_plan'"),
-        (LoadOptions(extra={"tp_plan": "auto", "device_map": "auto"}), "device_map beside 'tp_plan'; allowed: one"),
+        (
+            LoadOptions(extra={"tp_plan": "auto", "device_map": "auto"}),
+            "device_map together with 'tp_plan'; allowed: one",
+        ),
     ):
         with pytest.raises(SlipstreamError, match=why):
             tensor_parallel.loading_options(options)

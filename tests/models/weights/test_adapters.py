@@ -190,7 +190,7 @@ def test_an_adapter_that_peft_merges_in_part_is_refused(tmp_path: Path) -> None:
 
 def test_an_adapter_that_changes_only_some_tokens_is_refused(tmp_path: Path) -> None:
     place, adapted = adapter(tmp_path, target_modules=["q_proj"], alora_invocation_tokens=[5, 6])
-    with pytest.raises(UsageError, match=r"its adapter \(LoraConfig\) changes some tokens or texts only; allowed"):
+    with pytest.raises(UsageError, match=r"its adapter \(LoraConfig\) changes only some tokens or texts; allowed"):
         SpeculativeDecoder(adapted)
     with pytest.raises(SlipstreamError, match="aLoRA does not support safe merging"):
         SpeculativeDecoder(place)

@@ -234,7 +234,7 @@ def refusal(file: Path) -> str:
         ("llama", {"attention.head_count": 2.5}, "llama.attention.head_count is 2.5; allowed: a whole number"),
         ("llama", {"attention.head_count": [4, 2]}, r"head_count is \[4, 2\]; allowed: the same for all layers"),
         ("llama", {"attention.head_count": [4, 4, 4]}, "an array of 3; allowed: an item for each of 2 layers"),
-        ("llama", {"attention.some_gain": 2.0}, "metadata have llama.attention.some_gain, which is not read yet"),
+        ("llama", {"attention.some_gain": 2.0}, "metadata have llama.attention.some_gain, which is not supported yet"),
         ("llama", {"attention.value_length": 16}, "llama.attention.value_length is 16; allowed: 32"),
         ("llama", {"rope.dimension_count": 16}, "llama.rope.dimension_count is 16; allowed: 32"),
         ("qwen2", {"rope.freq_base": 0.0}, "qwen2.rope.freq_base is 0.0; allowed: a number above 1"),

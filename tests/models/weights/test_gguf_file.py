@@ -78,7 +78,10 @@ def test_paths_that_are_no_gguf_file_are_refused_as_what_they_are(folder: Path, 
     (tmp_path / "models" / "some.gguf").symlink_to(folder / "whole.gguf")
     (tmp_path / "named.gguf").mkdir()
     for name, message in (
-        ("notes.txt", r"is a file, and no GGUF file \(its first four bytes are not 'GGUF'\); allowed: a Hugging Face"),
+        (
+            "notes.txt",
+            r"is a file, but not a GGUF file \(its first four bytes are not 'GGUF'\); allowed: a Hugging Face",
+        ),
         ("models", r"has no config.json; did you mean its file some\.gguf\? allowed"),
         ("named.gguf", "has no config.json; allowed"),
         ("absent.gguf", r"does not exist; allowed: a readable \.gguf file$"),

@@ -114,7 +114,7 @@ def test_a_model_downloaded_before_is_used_with_a_warning(
     (repository / "refs" / "main").write_text(commit)
     with caplog.at_level(logging.WARNING, "slipstream"):
         assert resolve("org/small") == str(folder)
-    assert "org/small is used as downloaded before" in caplog.text
+    assert "using the earlier download of org/small" in caplog.text
     decoder = SpeculativeDecoder("org/small", dtype="float32", device="cpu", reproducible=False)
     prompt = prompts([9])[0]
     assert decoder.generate(prompt, max_tokens=8).token_ids == reference(shared("llama"), prompt, 8)

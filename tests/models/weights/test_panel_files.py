@@ -103,7 +103,7 @@ def test_mapped_panels_give_the_same_bits_and_the_second_start_writes_nothing(
     assert "read from the disk" not in caplog.text
     set_memory(monkeypatch, written.st_size / 2)
     assert torch.equal(run(file)[0], expected)
-    assert caplog.text.count("more than the 0.0 GB of memory: it is read from the disk again and again") == 1
+    assert caplog.text.count("more than the 0.0 GB of memory: it is read from the disk repeatedly") == 1
 
 
 @pytest.mark.slow
@@ -139,10 +139,10 @@ def test_a_file_that_is_cut_while_experts_are_used_is_an_error_and_no_text(
     os.truncate(file, read_header(file).tensors["blk.1.ffn_up_exps.weight"].start)
     assert first(tokens).isfinite().all()  # in the place of the second layer's
     for _ in range(2):
-        with pytest.raises(SlipstreamError, match="experts could not be read while they were needed"):
+        with pytest.raises(SlipstreamError, match="experts could not be read when they were needed"):
             second(tokens)
     loaded.backend.reserve(1, 64)
-    with pytest.raises(SlipstreamError, match="the file must stay as it is"):
+    with pytest.raises(SlipstreamError, match="the file must not change while it is in use"):
         loaded.backend.forward(IDS, [0], first_slot=0, logits=True)
 
 

@@ -82,7 +82,7 @@ def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(checkpoint: C
         load(str(checkpoint.folder), LoadOptions())
     for head in (b"", content[:5], struct.pack("<Q", 1 << 40), content[:200]):
         file.write_bytes(head)
-        with pytest.raises(SlipstreamError, match=r"model.safetensors could not be read: its header is no JSON"):
+        with pytest.raises(SlipstreamError, match=r"model.safetensors could not be read: its header is not JSON"):
             load(str(checkpoint.folder), LoadOptions())
     entry = '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}'
     nested = '{"x": ' + 100_000 * "[" + 100_000 * "]" + "}"
@@ -95,7 +95,7 @@ def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(checkpoint: C
         '{"x": {}}',
     ):
         file.write_bytes(struct.pack("<Q", len(header)) + header.encode() + content)
-        with pytest.raises(SlipstreamError, match=r"model.safetensors could not be read: its header is no JSON"):
+        with pytest.raises(SlipstreamError, match=r"model.safetensors could not be read: its header is not JSON"):
             load(str(checkpoint.folder), LoadOptions())
     file.unlink()
     with pytest.raises(SlipstreamError, match=r"has no model.safetensors"):

@@ -1,7 +1,7 @@
-"""The feed-forward block of a mixture of experts, computed by the kernels with the weights as they are.
+"""The feed-forward block of a mixture of experts, computed by the kernels directly from quantized or plain weights.
 
 `decoder/mixtures.py` declares what each of transformers' blocks computes; transformers' own block, on the same weights,
-is the specification. `csrc/blocks/experts.c` computes it: a token's result does not depend on the tokens beside it.
+is the specification. `csrc/blocks/experts.c` computes it: a token's result does not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from slipstream.models.decoder.plan import ExpertsPlan, UnknownLayerError
 
 @dataclass(frozen=True)
 class Stack:
-    """A matrix of each expert in panels. addresses: where those of each expert begin; parts: keep their memory."""
+    """One matrix of every expert, in panels."""
 
     block: BlockFormat
-    addresses: list[int]
-    parts: list[BlockPart]
+    addresses: list[int]  # of each expert's panels
+    parts: list[BlockPart]  # own the panels' memory
     bias: Tensor | None = None  # [experts, outputs] float32
     rows: ctypes.Structure | None = None  # in a file, from which experts are packed when they are needed
-    scales: Tensor | None = None  # [experts] float32 that multiply all weights of each; None: 1
+    scales: Tensor | None = None  # [experts] float32, each multiplies all weights of an expert; None: 1
 
     @classmethod
     def of_parts(cls, parts: list[BlockPart], first: int = 0) -> Stack:
-        """The matrices that begin with row `first` of each of these, which are of one type."""
+        """The matrices that begin at row `first` of these parts, which have the same type."""
         return cls(parts[0].block, [part.from_row(first) for part in parts], parts)
 
     @classmethod
     def rows_of(cls, part: BlockPart, experts: int, first: int, outputs: int, bias: Tensor | None = None) -> Stack:
-        """The matrices [outputs, inputs] that begin `first` rows after the beginning of each expert's rows."""
+        """The matrices [outputs, inputs] that begin at row `first` of each expert's rows in `part`."""
         step = part.outputs // experts
         assert first + outputs <= step
         addresses = [part.from_row(i * step + first) for i in range(experts)]
@@ -72,7 +72,7 @@ class ExpertStacks:
 
 
 class ExpertTensors(Protocol):
-    """What holds the tensors of a block of experts, by the names of the model's parameters."""
+    """Holds the tensors of a block of experts, by the names of the model's parameters."""
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         """A parameter or buffer [shape] in float32."""
@@ -85,7 +85,7 @@ class ExpertTensors(Protocol):
 
 
 class ExpertReads:
-    """Counts the experts whose matrices a model's forwards have read: those of a forward once in each layer."""
+    """Counts the experts whose matrices a model's forwards have read, each once per forward and layer."""
 
     def __init__(self) -> None:
         self._count = ctypes.c_int64(0)
@@ -98,15 +98,15 @@ class ExpertReads:
 
 @dataclass(frozen=True)
 class ExpertArithmetic:
-    """What the blocks of a model compute with. activations: "int8" or "int15"; library: of the kernels."""
+    """How all expert blocks of a model compute."""
 
-    activations: str
-    library: Any
+    activations: str  # "int8" or "int15"
+    library: Any  # of the kernels
     reads: ExpertReads = field(default_factory=ExpertReads)
 
 
 class BlockExperts(nn.Module):
-    """Computes what a block of experts computes, in float32."""
+    """Replaces a block of experts; computes in float32."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class BlockExperts(nn.Module):
             tensors.values(f"{name}.{bias}", (1, count) if plan.bias_is_row else (count,)) if bias else None,
             tensors.values(f"{name}.{plan.shared_gate}.weight", (1, hidden)) if plan.shared_gate else None,
         ]
-        self._structs: list[Any] = []  # arrays whose addresses the struct has
+        self._structs: list[Any] = []  # kept: the struct has only their addresses
         self.shared: list[BlockPart] = []
         if plan.shared is not None:
             shapes = {"gate": (plan.shared_inner, hidden), "up": (plan.shared_inner, hidden)}
@@ -188,13 +188,13 @@ class BlockExperts(nn.Module):
 
     @property
     def rounds_activations(self) -> bool:
-        """True if some matrix is multiplied by activations that are rounded to integers."""
+        """True if any matrix is multiplied by activations that are rounded to integers."""
         return not set(self.formats) <= {block.name for block in NUMBERS.values()}
 
     def force(self, choice: Tensor | None) -> None:
         """Use these experts [T, used] in forwards of T tokens instead of those that the router chooses.
 
-        Their weights are the router's. None: the router chooses again.
+        The router still weights them. None lets the router choose again.
         """
         if choice is not None:
             choice = choice.to(torch.int32).contiguous()
@@ -202,9 +202,9 @@ class BlockExperts(nn.Module):
             if choice.dim() != 2 or choice.shape[1] != self.plan.used:
                 raise ValueError(f"choice: {list(choice.shape)}; allowed: [T, {self.plan.used}]")
             if not bool(((choice >= 0) & (choice < self.plan.count)).all()):
-                raise ValueError(f"choice: experts beyond 0 to {self.plan.count - 1}; allowed: experts of the block")
+                raise ValueError(f"choice: experts outside 0 to {self.plan.count - 1}; allowed: experts of the block")
             if bool((ascending[:, 1:] == ascending[:, :-1]).any()):
-                raise ValueError("choice: an expert twice for a token; allowed: different ones")
+                raise ValueError("choice: the same expert twice for a token; allowed: different experts")
         self._forced = choice
         self.struct.forced, self.struct.num_forced = address(choice), 0 if choice is None else len(choice)
 
@@ -229,7 +229,7 @@ class BlockExperts(nn.Module):
         return out.view(x.shape).to(x.dtype)
 
     def forward(self, hidden_states: Tensor, routed: Tensor | None = None, *others: Any) -> Any:
-        """What transformers' block returns for hidden states [..., hidden]. routed: from a `RouterNorm`."""
+        """Returns what transformers' block returns for hidden states [..., hidden]. routed: from a `RouterNorm`."""
         result = self.sum_of(hidden_states, routed)
         return (result, None) if self.plan.returns_pair else result
 
@@ -240,21 +240,21 @@ class BlockExperts(nn.Module):
 
 
 class RouterNorm(nn.Module):
-    """Replaces a router that normalizes its own inputs; the experts, which it hands them to, choose by them."""
+    """Replaces a router that normalizes its inputs: passes these on to the experts, which then choose by them."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = weight, eps
 
     def forward(self, x: Tensor) -> tuple[None, Tensor, Tensor]:
-        """x: [..., hidden]. Twice what the router reads, in the places of weights and experts."""
+        """x: [..., hidden]. Returns the normalized inputs in place of both weights and experts."""
         wide = x.float()
         normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
         return None, normed, normed
 
 
 class EmptyExperts(nn.Module):
-    """The place of a block of experts in a model without weights."""
+    """A placeholder for a block of experts in a model without weights."""
 
     def __init__(self, plan: ExpertsPlan) -> None:
         super().__init__()
@@ -262,13 +262,13 @@ class EmptyExperts(nn.Module):
 
 
 def plan_of_block(block: nn.Module, config: Any) -> ExpertsPlan:
-    """What a block computes. Raises `NotInBlocksError` if it is none that is declared, or does more."""
+    """The plan of a block. Raises `NotInBlocksError` if its class is not declared, or other code changes it."""
     if isinstance(block, EmptyExperts):
         return block.plan
     kind = type(block)
     family = config.model_type.removesuffix("_text")
     if kind.__module__ != f"transformers.models.{family}.modeling_{family}":
-        raise NotInBlocksError(f"{kind.__name__} is no block of experts that the kernels compute")
+        raise NotInBlocksError(f"{kind.__name__} is not a block of experts that the kernels compute")
     if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in block.modules()):
         raise NotInBlocksError(f"other code changes what {kind.__name__} computes")
     try:
@@ -280,7 +280,7 @@ def plan_of_block(block: nn.Module, config: Any) -> ExpertsPlan:
 
 
 def expert_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks of a model that hold several experts in one tensor, with their names; also those not declared."""
+    """The blocks of a model that hold several experts in one tensor, with their names; includes undeclared ones."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -295,15 +295,15 @@ def expert_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def replace_experts(model: Any, tensors: Callable[[nn.Module, str], ExpertTensors], computed: ExpertArithmetic) -> None:
     """Replace a model's blocks of experts in place. Raises `NotInBlocksError` if a block must stay.
 
-    tensors: those of a block of this name; those that transformers has loaded are freed one by one.
+    tensors: gives those of the block with this name; tensors that transformers has loaded are freed one by one.
     """
     blocks = expert_blocks(model)
     config = model.config.get_text_config()
     plans = [plan_of_block(block, config) for _, block in blocks]  # before the first one is replaced
     for plan in plans:
-        name, block = blocks.pop(0)  # so that nothing holds it when it is replaced
+        name, block = blocks.pop(0)  # drops the list's reference before it is replaced
         experts = BlockExperts(plan, name, config, tensors(block, name), computed)
-        if experts.router_norm is not None:  # the block is the layer
+        if experts.router_norm is not None:  # `block` is the whole layer
             block.experts, block.router = experts, experts.router_norm
             continue
         parent, _, child = name.rpartition(".")
@@ -319,7 +319,7 @@ def experts_of(model: nn.Module) -> list[BlockExperts]:
 
 @contextmanager
 def same_choices(experts: Iterable[BlockExperts]) -> Iterator[None]:
-    """Blocks of experts use the experts that they have just used, so that no rounding decides which these are."""
+    """Inside the block, experts keep their last choice, so that rounding cannot change it."""
     for block in experts:
         block.force(block.chosen)
     try:
@@ -330,9 +330,10 @@ def same_choices(experts: Iterable[BlockExperts]) -> Iterator[None]:
 
 
 class RecordedChoices:
-    """The experts that the tokens of some forwards use: recorded in the first run, and used again in later ones.
+    """Records which experts each token uses in a first run, and repeats these choices in later runs.
 
-    Later runs may divide the tokens among forwards in another way. Layers that the kernels compute whole choose anew.
+    Later runs may divide the tokens among forwards differently. Layers that the kernels compute as a whole choose
+    again.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -369,7 +370,7 @@ class RecordedChoices:
 
 
 def store_of(model: nn.Module) -> ExpertStore | None:
-    """Where a model's experts are packed when they are used; None if all its weights are in memory."""
+    """The store into which a model's experts are packed when needed; None if all its weights are in memory."""
     return next((experts.stacks.store for experts in experts_of(model)), None)
 
 
@@ -382,7 +383,7 @@ class ModelExperts:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelExperts | None:
-        """Those of a model; None if it has none that the kernels compute, or layers differ in their number."""
+        """The experts of a model; None if the kernels compute none, or if layers differ in their number."""
         blocks = experts_of(model)
         return cls(blocks) if len({(block.struct.count, block.struct.used) for block in blocks}) == 1 else None
 
@@ -398,7 +399,7 @@ class ModuleTensors:
     """The tensors of a block that transformers has loaded, for `BlockExperts`: as they are, or quantized."""
 
     def __init__(self, block: nn.Module, name: str, pack: Callable[[Tensor, Any], BlockPart]) -> None:
-        """name: of the block in its model; pack: makes panels of a matrix, with this library."""
+        """name: of the block in its model; pack: packs a matrix into panels, with the given library."""
         self._block, self._prefix, self._pack = block, f"{name}.", pack
 
     def _tensor(self, name: str) -> Tensor:
@@ -425,7 +426,7 @@ class ModuleTensors:
             return ExpertStacks(gate, up, Stack.rows_of(self._pack(down.flatten(0, 1), library), count, 0, hidden))
         bias = self._tensor(f"{block}.experts.gate_up_proj_bias").float()
         stacks = []
-        for place in (0, 1):  # of gpt-oss, whose columns alternate
+        for place in (0, 1):  # gpt-oss alternates the columns of gates and ups
             part = self._pack(gate_up[..., place::2].transpose(1, 2).flatten(0, 1), library)
             stacks.append(Stack.rows_of(part, count, 0, inner, bias[:, place::2].contiguous()))
         part = self._pack(down.transpose(1, 2).flatten(0, 1), library)
@@ -434,7 +435,7 @@ class ModuleTensors:
 
 
 def numbers_part(weight: Tensor, library: Any, memory: HugePages | None = None) -> BlockPart:
-    """A matrix in floating point as panels of its own numbers: of bfloat16 ones where float32 holds no others."""
+    """A floating-point matrix in panels of its type; float32 becomes bfloat16 if that changes no weight."""
     if weight.dtype == torch.float32 and torch.equal(weight.bfloat16().float(), weight):
         weight = weight.bfloat16()
 

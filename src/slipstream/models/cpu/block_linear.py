@@ -1,9 +1,9 @@
-"""Linear layers and embeddings that compute with the blocks of a GGUF file as they are: no weight changes.
+"""Linear layers and embeddings that compute directly with the blocks of a GGUF file: no weight changes.
 
 `csrc/blocks/panel_sums.c` multiplies the codes by activations that are rounded to integers: 8 bits (int8, one plane) or
 15 (int15, two planes), with a scale per 32 inputs. Sums of integers are exact, so a token's result depends neither on
-the tokens beside it nor on the processor. The specification of a layer is the product with `BlockPart.rows` in float32,
-after the same rounding of the activations.
+other tokens nor on the processor. The specification of a layer is the product with `BlockPart.rows` in float32, after
+the same rounding of the activations.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import address
 from slipstream.models.cpu.structs import INPUTS, LANES, BlockFormat, BlockLinearStruct, PartStruct
 
-ACTIVATIONS = {"int8": 1, "int15": 2, "float32": 1}  # planes of a signed byte, which weights in floating point ignore
-PACKED_AT_A_TIME = 1 << 24  # bytes of a file
+ACTIVATIONS = {"int8": 1, "int15": 2, "float32": 1}  # planes of signed bytes; floating-point weights ignore them
+PACKED_AT_A_TIME = 1 << 24  # bytes of the file
 
-ReadRows = Callable[[int, int], Any]  # from row, to row -> their blocks, a contiguous array of bytes
+ReadRows = Callable[[int, int], Any]  # (first row, last row) -> their blocks, a contiguous array of bytes
 
 
 class Table(Protocol):
-    """A matrix whose rows can be unpacked: a `BlockPart`, or one that stays in its file."""
+    """A matrix whose rows can be unpacked: a `BlockPart`, or a matrix that stays in its file."""
 
     outputs: int
     inputs: int
@@ -39,7 +39,7 @@ class Memory(Protocol):
     """Hands out the memory of panels."""
 
     def take(self, size: int) -> Tensor:
-        """[size] uint8 that begin at a multiple of 64 bytes: zeros, or the panels themselves."""
+        """[size] uint8, aligned to 64 bytes: zeros, or the panels themselves."""
 
 
 class BlockPart:
@@ -59,9 +59,9 @@ class BlockPart:
         """
         self.block, self.library = block, library
         self.outputs, self.inputs = shape
-        self.inputs_from: Tensor | None = None  # [inputs] which of a layer's inputs each is; None: in order
+        self.inputs_from: Tensor | None = None  # [inputs], the input that each column multiplies; None: in order
         self.scale: Tensor | None = None  # [1] float32 that multiplies all weights; None: 1
-        self.is_finite = True  # whether all numbers that `read` gave are
+        self.is_finite = True  # whether all weights from `read` are
         self._panel_bytes: int = library.panel_bytes(block.code, self.inputs)
         self.data = (memory or HugePages()).take(panels_size(block, shape, library))
         if read is None:
@@ -77,7 +77,7 @@ class BlockPart:
         return self.inputs // self.block.size * self.block.bytes
 
     def steps(self, max_bytes: int) -> list[tuple[int, int]]:
-        """Ranges [first, last) that cover the rows in order: whole panels of at most `max_bytes`, but at least one."""
+        """Ranges [first, last) of rows, in order: as many whole panels as `max_bytes` allows, at least one."""
         step = max(max_bytes // self.row_bytes // LANES, 1) * LANES
         return [(row, min(row + step, self.outputs)) for row in range(0, self.outputs, step)]
 
@@ -87,7 +87,7 @@ class BlockPart:
 
     @property
     def struct(self) -> ctypes.Structure:
-        """`struct block_part`; valid as long as this object."""
+        """`struct block_part`; valid while this object lives."""
         return self.first(self.outputs)
 
     def first(self, outputs: int) -> ctypes.Structure:
@@ -95,7 +95,7 @@ class BlockPart:
         return PartStruct(self.block.code, outputs, address(self.data), address(self.scale))
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """[N, inputs] float32: the weights of some outputs [N], exactly those of the file, rounded once if scaled."""
+        """[N, inputs] float32: the weights of some outputs [N], exact unless scaled, which rounds them once."""
         indices = outputs.to(torch.int64).contiguous()
         if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < self.outputs):
             raise IndexError(
@@ -115,7 +115,7 @@ def panels_size(block: BlockFormat, shape: tuple[int, int], library: Any) -> int
 
 
 class BlockLinear(nn.Module):
-    """A linear layer over one or more matrices of a file, whose outputs follow each other. Its results are float32."""
+    """A linear layer over one or more matrices of a file; it concatenates their outputs, in float32."""
 
     def __init__(self, parts: Sequence[BlockPart], bias: Tensor | None, activations: str) -> None:
         """bias: float32 or None; activations: a key of `ACTIVATIONS`."""
@@ -123,7 +123,7 @@ class BlockLinear(nn.Module):
         self.parts, self.planes, self.activations = tuple(parts), ACTIVATIONS[activations], activations
         self.in_features, self.out_features = parts[0].inputs, sum(part.outputs for part in parts)
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        # the kernels read `_bias`: this parameter gets other memory when the model's type or device changes
+        # the kernels read `_bias`, since a change of the model's type or device reallocates this parameter
         self.bias = None if self._bias is None else nn.Parameter(self._bias, requires_grad=False)
         self._library = parts[0].library
         self._set([part.struct for part in parts])
@@ -179,14 +179,14 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class BlockEmbedding(nn.Module):
-    """An embedding that unpacks rows when they are looked up. weight: its first rows only, which tell models apart."""
+    """An embedding that unpacks rows on lookup. weight: its first rows only, which distinguish models."""
 
     def __init__(self, part: Table, embedding: nn.Embedding) -> None:
         """embedding: the model's own, whose weight is not used; it is called with the unpacked rows as its weight."""
         super().__init__()
         inner = copy(embedding)
-        inner.padding_idx = None  # a row of the whole table; it matters in training only
-        self.part, self._inner = part, (inner,)  # in a tuple, so that it is no submodule: it has no weight
+        inner.padding_idx = None  # an index into the whole table, for training only
+        self.part, self._inner = part, (inner,)  # a tuple hides it from the submodules, since it has no weight
         self.num_embeddings, self.embedding_dim = part.outputs, part.inputs
         first_rows = part.rows(torch.arange(min(LANES * 4, part.outputs)))
         self.weight = nn.Parameter(first_rows, requires_grad=False)
@@ -208,5 +208,5 @@ def block_linears(model: nn.Module) -> list[BlockLinear]:
 
 
 def fits_blocks(inputs: int, block: BlockFormat) -> bool:
-    """True if rows of so many numbers are whole blocks."""
+    """True if rows of this many weights consist of whole blocks."""
     return inputs % block.size == 0 and inputs % INPUTS == 0

@@ -1,14 +1,14 @@
-"""Compiled decoder layers: all of a model's in one call, one in a call, or one in two calls around its attention.
+"""Compiled decoder layers: a call computes all layers, one layer, or the part before or after a layer's attention.
 
-The last form is for an attention that the kernels cannot compute.
+Layers are split in two if the kernels cannot compute their attention.
 
 `CompiledOps` computes in bfloat16 (`csrc/layer.c`), `BlockLayerOps` over a quantized file's blocks in float32
-(`csrc/blocks/float_layer.c`). What all layers of a forward share is prepared once. The specification is
+(`csrc/blocks/float_layer.c`). Data that all layers of a forward share is prepared once. The specification is
 `fused_layer.LayerOps`, operator by operator; every layer is compared with it before it is used.
 
-`LayerStack` computes all of a model's layers in one call, between the model's own embedding and its own output layer:
-what Python does for each layer, and the model around them, is a sixth to a fifth of a small model's time for one token.
-Its specification is the model's own forward over its compiled layers; their logits are compared before it is used.
+`LayerStack` computes all layers of a model in one call, between the model's own embedding and output layer: Python code
+for each layer and around them takes a sixth to a fifth of a small model's time for one token. Its specification is the
+model's own forward over its compiled layers; the logits are compared before it is used.
 """
 
 from __future__ import annotations
@@ -52,23 +52,20 @@ ATTENDS_NOT = "the kernels do not attend with heads of this size and number"
 
 @dataclass
 class PreparedForward:
-    """What all layers of a forward share: where its tokens are cached, its rotations and its scratch space.
-
-    held: what the struct has the addresses of, so that it lives as long.
-    """
+    """Shared by all layers of a forward: where its tokens are cached, its rotations and its scratch space."""
 
     struct: ctypes.Structure
-    held: tuple[Any, ...]
+    held: tuple[Any, ...]  # keeps alive the memory whose addresses the struct has
     scratch: Tensor
     rotations: dict[int, tuple[Rope, Rope]] = field(default_factory=dict)
 
     def rope(self, rope: Rope | None, hidden: Tensor) -> Rope | tuple[None, None]:
-        """What `rotation` returns; nothing for a layer without rotations."""
+        """The result of `rotation`; two Nones for a layer without rotations."""
         if rope is None:
             return None, None
         converted = self.rotations.get(id(rope[1]))
         if converted is None:
-            converted = self.rotations[id(rope[1])] = rope, rotation(rope, hidden)  # the key's tensor stays alive
+            converted = self.rotations[id(rope[1])] = rope, rotation(rope, hidden)  # keeps the key's tensor alive
         return converted[1]
 
     def space(self, size: int) -> Tensor:
@@ -79,19 +76,18 @@ class PreparedForward:
 
 
 def rotation(rope: Rope, hidden: Tensor) -> Rope:
-    """Cosines and sines in contiguous memory, one for each of the hidden states [B, W, H]."""
+    """Cosines and sines in contiguous memory, one of each per hidden state [B, W, H]."""
     cosines, sines = (part.expand(*hidden.shape[:2], -1).contiguous() for part in rope)
     return cosines, sines
 
 
 class LayerCalls:
-    """What `LayerOps` computes, compiled; see `Ops`. No token's bits depend on the others.
+    """Computes `LayerOps` with compiled code; see `Ops`. No token's bits depend on other tokens.
 
     attends: whether the kernels can compute whole layers. shape_independent: whether they have computed one.
-    cached_dtype: of keys and values in the cache.
     """
 
-    cached_dtype: torch.dtype
+    cached_dtype: torch.dtype  # of keys and values in the cache
 
     def __init__(self, ops: LayerOps, library: Any, struct: type[ctypes.Structure]) -> None:
         """struct: of the layers of this library."""
@@ -115,12 +111,12 @@ class LayerCalls:
         self.shape_independent = False
 
     def scratch(self, tokens: int, length: int = 0) -> int:
-        """How many numbers of scratch space the kernels need. length: of the cache, for those that attend."""
+        """Scratch space that the kernels need, in floats. length: of the cache, if they compute attention."""
         needed: int = self.library.layer_scratch(self.address, tokens, length)
         return needed
 
     def norm(self, norm: Norm | None) -> ctypes.Structure:
-        """The struct of a norm, valid as long as this object."""
+        """The struct of a norm; valid while this object lives."""
         if norm is None:
             return NormStruct()
         bias = None if norm.bias is None else norm.bias.float().contiguous()
@@ -175,9 +171,9 @@ class LayerCalls:
         return out
 
     def memory(self, cache: SlotCache, plan: LayerPlan, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The layer's keys and values, allocated if they are not yet; None if they are of another type.
+        """The layer's keys and values, allocated if needed; None if they have another type.
 
-        Of a recurrent layer, its latest inputs and its states.
+        For a recurrent layer, its latest inputs and its states.
         """
         if self.recurrence is None:
             index = plan.index if plan.keys_of is None else plan.keys_of
@@ -191,7 +187,7 @@ class LayerCalls:
         return memory.inputs, memory.states
 
     def prepared(self, cache: SlotCache, hidden: Tensor) -> PreparedForward:
-        """What all layers of the next forward share."""
+        """Data that all layers of the next forward share."""
         forward: PreparedForward | None = cache.prepared
         if forward is None:
             forward = cache.prepared = self._prepare(cache, hidden)
@@ -238,16 +234,16 @@ class BlockLayerOps(LayerCalls):
 
 
 def compiled_ops(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
-    """The compiled form of a layer; None if the kernels cannot compute it.
+    """The compiled ops of a layer; None if the kernels cannot compute it.
 
-    A warning tells why if they can compute its products, but not the layer.
+    A warning tells why if they can compute the layer's products but not the layer.
     """
     linears = [linear for name in LINEARS if (linear := getattr(ops, name)) is not None]
     in_blocks = all(isinstance(linear, BlockLinear) for linear in linears)
     in_bfloat16 = all(isinstance(linear, KernelLinear) and linear.dtype == torch.bfloat16 for linear in linears)
     library = kernels() if in_bfloat16 else None
     if not in_blocks and library is None:
-        return None  # without a warning: packing the weights gave it
+        return None  # packing the weights has warned already
     if (reason := why_not_compiled(ops)) is not None:
         warn_slower(f"layers are not compiled: {reason}")
         return None
@@ -255,15 +251,15 @@ def compiled_ops(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
 
 
 def why_not_compiled(ops: LayerOps) -> str | None:
-    """Why the kernels cannot compute this layer; None if they can."""
+    """The reason the kernels cannot compute this layer; None if they can."""
     plan = ops.plan
     if plan.recurrent and (ops.mixer.forward.compiled is None or ops.mixer.forward.form.projection is None):
-        return f"the recurrence of {plan.recurrent} is not"
+        return f"the recurrence of {plan.recurrent} is not compiled"
     if plan.mixer and not _attends(ops):  # such a layer is not computed in two parts
         return ATTENDS_NOT
     sizes = {"hidden states": ops.qkv.in_features, "the feed-forward part": plan.inner}
     if ops.queries_up is not None:
-        sizes["what queries are made of"] = ops.queries_up.in_features
+        sizes["the latent of queries"] = ops.queries_up.in_features
     sizes["the second embedding"] = plan.input_size
     if odd := [name for name, size in sizes.items() if size % LANES]:
         return f"{sizes[odd[0]]} numbers in {odd[0]}, not a multiple of {LANES}"
@@ -280,7 +276,7 @@ def _attends(ops: LayerOps) -> bool:
 
 
 def _mixer_of(ops: LayerOps, recurrence: CompiledRecurrence) -> ctypes.Structure:
-    """The mixer of a recurrent layer. Its outputs go where the blocks of a file have the columns for them."""
+    """The mixer of a recurrent layer. It writes its outputs in the order of the columns of the file's blocks."""
     projection: Projection = ops.mixer.forward.form.projection
     order = ops.out.parts[0].inputs_from if isinstance(ops.out, BlockLinear) else None
     places = None if order is None else torch.argsort(order[:: projection.group] // projection.group)
@@ -298,7 +294,7 @@ class LayerStack:
     """A model's forward with all its decoder layers in one call."""
 
     def __init__(self, model: Any, plan: DecoderPlan, layers: Sequence[FusedLayer]) -> None:
-        """layers: all of the model's. Raises `UnknownLayerError` with the reason if they cannot be computed so."""
+        """layers: all of the model's. Raises `UnknownLayerError` with the reason if one call cannot compute them."""
         ops = [layer.ops for layer in layers if isinstance(layer.ops, LayerCalls)]
         if len(ops) < len(layers):
             raise UnknownLayerError("its layers are not all compiled")
@@ -332,9 +328,8 @@ class LayerStack:
     ) -> Tensor | None:
         """Logits [B, W', vocabulary] of tokens [B, W] at these positions; None if the cache has another type.
 
-        keep: the columns whose logits are returned: indices, 0 for all, or 1 for the last; None if nobody reads them,
-        so that layers after the last one with keys of its own are left out. hidden: [B, W, H] in place of the tokens'
-        embeddings.
+        keep: the columns whose logits are returned: indices, 0 for all, or 1 for the last. None returns no logits, and
+        skips layers after the last one that has its own keys. hidden: [B, W, H] in place of the tokens' embeddings.
         """
         hidden = self._plan.enter(self._model.get_input_embeddings()(tokens) if hidden is None else hidden)
         if not self._update_addresses(cache, hidden):
@@ -358,13 +353,13 @@ class LayerStack:
         return normed
 
     def _inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
-        """What a second embedding gives the layers; None if there is none."""
+        """The layers' numbers from a second embedding; None if there is none."""
         if self._norm_of_inputs is None:
             return None
         return layer_inputs(self._inner, self._plan, tokens, hidden, partial(self._normalized, self._norm_of_inputs))
 
     def _update_addresses(self, cache: SlotCache, hidden: Tensor) -> bool:
-        """Give the structs the addresses of the cache's tensors; returns whether these have the right type."""
+        """Set the addresses of the cache's tensors in the structs; returns whether their type is right."""
         kept = [index for index in cache.hidden if index < len(self._ops)]
         stored = [self._stored(cache, layer) for layer in self._plan.layers] + [cache.hidden[i].keys for i in kept]
         if len(stored) == len(self._cached) and all(
@@ -388,7 +383,7 @@ class LayerStack:
         return True
 
     def _stored(self, cache: SlotCache, layer: LayerPlan) -> Tensor | None:
-        """The tensor that moves with the memory of a layer."""
+        """A tensor whose address changes when the layer's memory moves."""
         if layer.recurrent is None:
             return cache.layers[layer.index if layer.keys_of is None else layer.keys_of].keys
         return None if cache.states is None else cache.states.memory(layer.index).inputs
@@ -396,7 +391,7 @@ class LayerStack:
     def _compute(
         self, hidden: Tensor, positions: Tensor, forward: PreparedForward, cache: SlotCache, count: int
     ) -> None:
-        """Replace the hidden states [B, W, H] that enter the first of `count` layers by those that leave the last."""
+        """Run the first `count` layers in place on hidden states [B, W, H]."""
         tokens = hidden.numel() // hidden.shape[-1]
         ropes = self._rotations.ropes(positions, hidden, cache.shape[1])
         parts = [part.contiguous() for rope in ropes for part in rope]

@@ -1,6 +1,6 @@
 """RMSNorm by the kernels, for draft heads.
 
-PyTorch needs eight operators for it, whose calls take longer than the arithmetic of a short step.
+PyTorch needs eight operators for it; in a short step their calls take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CompiledNorm:
 
 
 def compiled_norm(weight: Tensor, eps: float) -> CompiledNorm | None:
-    """The compiled form of a norm with this weight [size]; None where the kernels do not take its type or size."""
+    """A compiled norm with this weight [size]; None if the kernels do not support its type or size."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and len(weight) % LANES == 0
     library = kernels() if fits else None
     return None if library is None else CompiledNorm(weight, eps, library)

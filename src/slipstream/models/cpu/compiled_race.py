@@ -1,6 +1,6 @@
-"""`Race` by `csrc/race.c`. To draw a token, it finds the few that can win, and computes the noise of those alone.
+"""`Race` in C (`csrc/race.c`): it finds the few tokens that can win, and computes the noise only of those.
 
-Nearly always the raw scores suffice to find the winner, so that their distribution need not be computed.
+Nearly always the raw scores determine the winner, so their distribution need not be computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.core.rng import Race, WarpOptions, argmax, words
 from slipstream.models.cpu.kernel_libraries import address, block_kernels, kernels
 
-FEWEST = 4096  # tokens of the smallest vocabulary for which loading the kernel is worth it
+FEWEST = 4096  # smallest vocabulary for which loading the kernel pays off
 DTYPES = (torch.bfloat16, torch.float32)  # of scores that the kernel reads
 
 
@@ -31,7 +31,7 @@ class CompiledRace(Race):
         if scores.dtype not in DTYPES or scores.shape != self._probs.shape or not scores.is_contiguous():
             return None
         row, is_bfloat16, spaces = address(scores), scores.dtype == torch.bfloat16, (self._probs, self._contenders)
-        temperature, top_k, top_p, min_p = vars(options).values()  # fails for an option that the kernel does not know
+        temperature, top_k, top_p, min_p = vars(options).values()  # fails if `WarpOptions` gets a new option
         cut, pointers = (top_k, top_p, min_p), map(address, spaces)
         winner = self._library.race_winner(
             row, is_bfloat16, len(scores), bits, max(temperature, 1e-30), *cut, *pointers
@@ -70,7 +70,7 @@ class CompiledRace(Race):
 
 
 def race(vocab_size: int, device: torch.device, in_blocks: bool = False) -> Race:
-    """The fastest race of a device. in_blocks: by the kernels for quantized files, which the target has loaded."""
+    """The fastest race on a device. in_blocks: use the kernels for quantized files, which the target has loaded."""
     library = None
     if device.type == "cpu" and vocab_size >= FEWEST:
         library = block_kernels() if in_blocks else kernels()

@@ -1,4 +1,4 @@
-"""What recurrent layers compute between their projections, by `csrc/recurrence.c`; `advance` is the specification."""
+"""Recurrent layers between their projections, computed by `csrc/recurrence.c`; the specification is `advance`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from slipstream.models.cpu.structs import (
 from slipstream.models.decoder.recurrence import Heads, LayerMemory, Projection, Recurrence, Segment, advance
 from slipstream.models.notices import warn_slower
 
-TRIED, CLOSE = 5, {torch.float32: 1e-4, torch.bfloat16: 0.05}  # tokens of a trial, largest relative difference allowed
+TRIED, CLOSE = 5, {torch.float32: 1e-4, torch.bfloat16: 0.05}  # tokens in a trial; largest relative difference allowed
 NO_HEADS = (None, None, None), (0, 0, 0, 0, 0, 0, 0), (0, 0)
 
 
 class CompiledRecurrence:
-    """A recurrent layer by the kernel; called like `advance`, without its first argument."""
+    """A recurrent layer that the kernel computes; called like `advance`, without its first argument."""
 
     def __init__(self, recurrence: Recurrence, library: Any) -> None:
-        """recurrence: for which `unsupported` returns None."""
+        """recurrence: one for which `unsupported` returns None."""
         self._advance, self._outputs = library.advance_states, recurrence.outputs
         self._dtype, self._tensors = recurrence.dtype, [recurrence.weight.t().contiguous(), recurrence.bias]
         tensors, sizes, traits = NO_HEADS if recurrence.heads is None else _of_heads(recurrence.heads)
@@ -65,7 +65,7 @@ class CompiledRecurrence:
     def mixer(self, projection: Projection, places: Tensor | None) -> ctypes.Structure:
         """The struct of the layer's mixer, valid as long as this object.
 
-        places: [groups of outputs] where each goes; None: in order.
+        places: [groups of outputs], the index to which each group is written; None: in order.
         """
         weight, eps = projection.norm or (None, 0.0)
         weight = None if weight is None else weight.contiguous()
@@ -91,7 +91,7 @@ def segment_structs(segments: Sequence[Segment]) -> Any:
 
 
 def compiled_recurrence(recurrence: Recurrence) -> CompiledRecurrence | None:
-    """The compiled form of a layer on the CPU; None if there is none or its numbers differ, with a warning."""
+    """The compiled recurrence on the CPU; None, with a warning, if it is unsupported or its results differ."""
     library = kernels()
     if library is None:
         return None
@@ -100,13 +100,13 @@ def compiled_recurrence(recurrence: Recurrence) -> CompiledRecurrence | None:
         compiled = CompiledRecurrence(recurrence, library)
         if agrees(recurrence, compiled):
             return compiled
-        reason = "the compiled kernel gives other numbers"
+        reason = "the compiled kernel gives different results"
     warn_slower(f"recurrent layers are computed by PyTorch: {reason}")
     return None
 
 
 def unsupported(recurrence: Recurrence) -> str | None:
-    """Why the kernel cannot compute a layer; None if it can."""
+    """The reason the kernel cannot compute a layer; None if it can."""
     heads = recurrence.heads
     sizes = {"channels": recurrence.channels}
     if heads is not None:
@@ -126,7 +126,7 @@ def unsupported(recurrence: Recurrence) -> str | None:
 
 
 def agrees(recurrence: Recurrence, compiled: CompiledRecurrence) -> bool:
-    """True if both give the same outputs and states, apart from rounding. NaN agrees with nothing, not even NaN."""
+    """True if both give the same outputs and states, apart from rounding. NaN never agrees, not even with NaN."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(1, 2 * TRIED, recurrence.inputs, generator=generator).to(recurrence.dtype)
     results = []

@@ -1,7 +1,7 @@
-"""Memory for the experts of a mixture that are in use, where there is too little for all of them.
+"""Keeps some experts of a mixture in memory, where not all of them fit.
 
-The kernels pack an expert from its file when a forward first needs it; the expert that was used least recently makes
-room (`claim_slots` in csrc/blocks/experts.c). Panels are the same whenever they are packed, so results are, too.
+The kernels pack an expert from its file when a forward needs it, in place of the least recently used one
+(`claim_slots` in csrc/blocks/experts.c). Packing always gives the same panels, so results do not change.
 """
 
 from __future__ import annotations
@@ -38,25 +38,24 @@ class ExpertStore:
         self._slots = (ExpertSlotStruct * num_slots)()
         slots = ctypes.addressof(self._slots)
         self.struct = ExpertStoreStruct(address(self._memory), slots, slot_bytes, num_slots)
-        self._layers: list[tuple[ctypes.Structure, Tensor]] = []  # the slots have their addresses
+        self._layers: list[tuple[ctypes.Structure, Tensor]] = []  # kept: the slots have only their addresses
 
     def rows(self, file: Path, start: int, step: int) -> ctypes.Structure:
-        """Where a matrix of a layer's experts is. start: the first byte of the first expert's; step: bytes to the
-        next."""
+        """Locates a matrix of each of a layer's experts. start: first byte of the first one; step: bytes per expert."""
         return ExpertRowsStruct(self._files[file], start, step)
 
     def layer(self, experts: int, *rows: ctypes.Structure) -> ctypes.Structure:
-        """The experts of a layer, of which none is in memory yet. rows: of gate, up and down."""
+        """Register a layer's experts, none of them in memory yet. rows: of gate, up and down."""
         places = torch.full((experts,), -1, dtype=torch.int64)
         struct = StoredExpertsStruct(ctypes.addressof(self.struct), address(places), *rows)
         self._layers.append((struct, places))
         return struct
 
     def check(self) -> None:
-        """Raise `SlipstreamError` if experts could not be read or are not finite: later numbers are NaN."""
+        """Raise `SlipstreamError` if experts could not be read or are not finite: they made all later results NaN."""
         if self.struct.failed:
             names = " or ".join(repr(str(file)) for file in self._files)
-            reason = "could not be read while they were needed; the file must stay as it is"
+            reason = "could not be read when they were needed; the file must not change while it is in use"
             if self.struct.failed == 2:
                 reason = "hold numbers that are not finite; allowed: finite numbers"
             raise SlipstreamError(f"model {names}: experts {reason}")

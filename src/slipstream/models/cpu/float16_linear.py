@@ -1,8 +1,7 @@
-"""Float16 models on CPUs: their weights as they are, in the kernels' panels, and everything else in float32.
+"""Float16 models on CPUs: float16 weights in the kernels' panels, and everything else in float32.
 
-Weights are exact and activations are not rounded, so the results are nearer to the model's exact ones than those of
-PyTorch's float16 products, which are slow on CPUs and round to float16 after every operator. Keys and values stay
-float16.
+Weights stay exact and activations are not rounded, so results are closer to exact arithmetic than PyTorch's float16
+products, which are slow on CPUs and round to float16 after every operator. Keys and values stay float16.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from slipstream.models.cpu.packed_linear import without_plain_weights
 from slipstream.models.cpu.processor import NoKernelsError
 from slipstream.models.cpu.structs import INPUTS
 
-OTHERS = 0.1  # share of the weights that may be in no linear layer and no embedding: in float32 they take twice as much
+OTHERS = 0.1  # allowed share of weights outside linear layers and embeddings: float32 doubles their memory
 
 
 def not_in_panels(model: Any) -> str | None:
-    """Why a float16 model cannot be computed so; None if it can."""
+    """The reason a float16 model cannot use panels; None if it can."""
     try:
         block_kernels()
     except NoKernelsError as error:
@@ -38,7 +37,7 @@ def not_in_panels(model: Any) -> str | None:
 
 
 def in_panels(linear: nn.Linear) -> nn.Module:
-    """What replaces a layer; the layer itself where the kernels do not take it."""
+    """The replacement of a layer; the layer itself if the kernels do not support it."""
     weight = linear.weight.detach().contiguous()
     if weight.dtype != torch.float16 or linear.in_features % INPUTS:
         return linear
@@ -57,9 +56,9 @@ def are_tied(model: Any) -> bool:
 
 
 def widen(model: Any, is_tied: bool) -> None:
-    """Make float32 of everything in a model that is not in panels.
+    """Convert everything outside panels to float32.
 
-    is_tied: whether its embedding, as it is, had the weight of its output layer, whose panels it then shares.
+    is_tied: whether the embedding had the weight of the output layer; then it uses that layer's panels.
     """
     output = model.get_output_embeddings()
     if is_tied and isinstance(output, BlockLinear):

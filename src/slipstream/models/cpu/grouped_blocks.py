@@ -1,9 +1,9 @@
-"""Matrices of quantized checkpoints as rows of blocks that the kernels take, with no number changed.
+"""Converts matrices of quantized checkpoints to rows of blocks for the kernels, without changing a weight.
 
-A weight is (code - zero) * scale, or (code - 8) * scale + minimum; a group of inputs shares scale, zero and minimum.
-If one of GGUF's block types holds exactly that, it is used, else INT4 or INT4_MINIMA, in which a group's scales precede
-its codes, one byte a code. INT4: a float16 scale, a signed byte of offset and an unused byte; a weight is
-scale * (code - 8 + offset). INT4_MINIMA: a float32 scale and a float32 minimum.
+A weight is (code - zero) * scale, or (code - 8) * scale + minimum; a group of inputs shares scale, zero and minimum. If
+a block type of GGUF holds exactly that, it is used; otherwise INT4 or INT4_MINIMA, whose groups store their scales
+first, then one byte per code. INT4: a float16 scale, an offset of one signed byte and an unused byte; a weight is scale
+* (code - 8 + offset). INT4_MINIMA: a float32 scale and a float32 minimum.
 """
 
 from __future__ import annotations
@@ -19,34 +19,29 @@ from slipstream.models.cpu.structs import BY_NAME, INPUTS, KINDS, BlockFormat
 Q4_0, Q8_0 = BY_NAME["Q4_0"], BY_NAME["Q8_0"]
 NUMBERS = {torch.bfloat16: BY_NAME["BF16"], torch.float16: BY_NAME["F16"], torch.float32: BY_NAME["F32"]}
 CENTER = {2: 2, 4: 8, 8: 128}  # by bits: the zero point of symmetric codes
-SPARE_BITS = 0xF  # the lowest bits of a float32 scale: if they are 0, its product with a 4-bit number is exact
+SPARE_BITS = 0xF  # lowest bits of a float32 scale; if they are 0, its product with a 4-bit number is exact
 
 
 class NotInBlocksError(Exception):
-    """A file's weights must be unpacked instead of multiplied as they are; the message is the reason."""
+    """The kernels cannot multiply by a file's weights without unpacking them; the message is the reason."""
 
     def __init__(self, reason: str, rounds: bool = True) -> None:
-        """rounds: False if the weights are bfloat16 numbers, as they will be when unpacked."""
+        """rounds: False if unpacking to bfloat16 changes no weight."""
         super().__init__(reason)
         self.rounds = rounds
 
 
 @dataclass(frozen=True)
 class GroupedMatrix:
-    """Weights [outputs, inputs] as codes.
+    """Weights [outputs, inputs] as codes."""
 
-    bits: up to 8; codes: uint8 [outputs, inputs]; scales: float32 [outputs, groups]; zeros: int32 [outputs, groups];
-    minima: float32 [outputs, groups] or None; group: how many inputs share a scale. owners: [inputs], the group of each
-    input; None if groups are successive inputs.
-    """
-
-    bits: int
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
-    minima: Tensor | None
-    group: int
-    owners: Tensor | None = None
+    bits: int  # up to 8
+    codes: Tensor  # [outputs, inputs] uint8
+    scales: Tensor  # [outputs, groups] float32
+    zeros: Tensor  # [outputs, groups] int32
+    minima: Tensor | None  # [outputs, groups] float32
+    group: int  # inputs that share a scale
+    owners: Tensor | None = None  # [inputs], the group of each input; None if groups are successive inputs
 
     def values(self) -> Tensor:
         """[outputs, inputs] float32: the weights, rounded at most once."""
@@ -95,7 +90,7 @@ class GroupedMatrix:
         return self._rows(heads, self.codes.unflatten(1, (-1, self.group)))
 
     def _divided(self) -> GroupedMatrix:
-        """This matrix in groups of equal size. Its own groups may leave a shorter one at the end of a row."""
+        """This matrix in groups of equal size; its own last group in a row may be shorter."""
         inputs = self.codes.shape[1]
         return self if inputs % self.group == 0 else self._spread(INPUTS)
 
@@ -122,7 +117,7 @@ class GroupedMatrix:
         return grouped_format("INT4_MINIMA", self.group), self._rows(heads, self.codes.unflatten(1, (-1, self.group)))
 
     def _rows(self, heads: Tensor, codes: Tensor) -> Any:
-        """[outputs, bytes]: per group its head, then its codes [outputs, groups, bytes]."""
+        """[outputs, bytes]: each group's head, then its codes [outputs, groups, bytes]."""
         return torch.cat([_bytes(heads), codes], -1).flatten(1).numpy()
 
 

@@ -1,7 +1,7 @@
 """Memory for weights in pages of 2 MB, if the system has them (Linux).
 
-A forward reads all weights in order. With pages of 4 KB the processor translates an address every 4 KB, and a process
-that loads a file of a gigabyte gets a quarter of a million pages one by one.
+A forward reads all weights in order. With pages of 4 KB the processor translates an address every 4 KB, and loading a
+gigabyte allocates a quarter of a million pages one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HugePages:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """[size] uint8 zeros that begin at a multiple of 64 bytes."""
+        """[size] uint8 zeros, aligned to 64 bytes."""
         aligned_size = -(-size // ALIGNED) * ALIGNED
         if aligned_size > len(self._rest):
             self._rest = _chunk(max(aligned_size, CHUNK))
@@ -33,7 +33,7 @@ class HugePages:
 
 
 class SmallPages:
-    """PyTorch's own memory, for what is needed for a moment."""
+    """PyTorch's own memory, for short-lived data."""
 
     def take(self, size: int) -> Tensor:
         """PyTorch aligns to 64 bytes."""
@@ -41,12 +41,12 @@ class SmallPages:
 
 
 def _chunk(size: int) -> Tensor:
-    """[size] aligned zeros; pages that nobody writes to take no memory."""
+    """[size] aligned zeros; pages that are never written take no memory."""
     if sys.platform != "linux":
         memory = torch.zeros(size + ALIGNED, dtype=torch.uint8)
         start = -memory.data_ptr() % ALIGNED
         return memory[start : start + size]
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel built without huge pages gives small ones, which work, too
+    with suppress(OSError):  # a Linux kernel without huge pages provides small ones, which work, too
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

@@ -1,14 +1,14 @@
-"""Slipstream's own kernels: prebuilt libraries of a wheel, or compiled when first needed and saved in the cache folder.
+"""Slipstream's own kernels: prebuilt in a wheel, or compiled at first use and saved in the cache folder.
 
-There are two libraries: for bfloat16 weights (`csrc/*.c`) and for blocks of quantized files (`csrc/blocks/*.c`), each
-for the best instructions of this processor. Blocks give the same bits with all instructions. With bfloat16 weights, AMX
-and AVX-512 with bfloat16 each give bits of their own, and all other instructions give the same; the number of tokens
-changes no bit in any case.
+There are two libraries: one for bfloat16 weights (`csrc/*.c`) and one for blocks of quantized files
+(`csrc/blocks/*.c`), each compiled for the best instructions of this processor. Blocks give the same bits with all
+instructions. With bfloat16 weights, AMX gives its own bits, so does AVX-512 with bfloat16, and all other instructions
+agree. The number of tokens never changes a bit.
 
 A prebuilt library is used if it was made from exactly these sources. Otherwise a compiler is needed; its library is
-loaded again only from a folder that nobody but the user can have written to. Without either, or on a processor without
-the instructions that the kernels are written for, PyTorch's kernels are used and a warning tells why;
-SLIPSTREAM_KERNELS=off in the environment selects them without a warning.
+reloaded only from a folder that only the user can have written to. Without either, or on a processor that lacks the
+kernels' instructions, PyTorch's kernels are used and a warning tells why; SLIPSTREAM_KERNELS=off in the environment
+selects them without a warning.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ CHECKSUM_BYTES = hashlib.sha256().digest_size
 ROOT = 0
 SOURCES, PREBUILT = Path(__file__).with_name("csrc"), Path(__file__).with_name("prebuilt")
 BLOCK_SOURCES = sorted(SOURCES.joinpath("blocks").glob("*.c"))
-# no contraction: a product and a sum become one operation only where the source says so, never by the compiler's choice
+# no contraction: only the source, never the compiler, fuses a product and a sum into one operation
 COMMON_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC")
-# with the functions that the kernels' files call of each other bound to their own, whatever others have that name
+# calls between the kernels' files bind to this library, even if other libraries have functions of the same name
 LIBRARIES = (*(("-Wl,-Bsymbolic",) if sys.platform == "linux" else ()), "-lpthread", "-ldl", "-lm")
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}
 SWITCH = "SLIPSTREAM_KERNELS"
-# how to install a compiler, by system
+# command that installs a compiler, by system
 COMPILERS = {"darwin": "xcode-select --install", "linux": "apt install gcc, or your system's package of it"}
-BFLOAT16 = "avx512bf16"  # the variant of AVX-512 with products of bfloat16 numbers; the others are named as in `NEEDED`
+BFLOAT16 = "avx512bf16"  # the variant of AVX-512 with bfloat16 products; `NEEDED` names the others
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "amx": NEEDED["amx"],
     BFLOAT16: (*NEEDED["avx512"], "avx512_bf16"),
@@ -73,8 +73,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# the functions that Python calls: their arguments (p: a pointer; n and i: a whole number of 64 or 32 bits; f: a float)
-# and, after >, what they return
+# the functions that Python calls: arguments (p: pointer; n, i: integer of 64 or 32 bits; f: float) and, after >, result
 SIGNATURES = {
     "set_pool_threads": "n",
     # bfloat16 weights
@@ -94,7 +93,7 @@ SIGNATURES = {
     "multiply_blocks": "ppnnpp",
     "experts_scratch": "pn>n",
     "multiply_experts": "pppnppp",
-    # layers, of either kind
+    # layers of either kind of weights
     "layer_scratch": "pnn>n",
     "project_qkv_rope": "ppnpppp",
     "residual_mlp": "pppnpp",
@@ -114,9 +113,9 @@ class NotPrivateError(OSError):
 def private_folder(folder: Path) -> Iterator[Path]:
     """Create a folder that only the user may write to, or restrict one that the user owns; yields a path to it.
 
-    On Linux the path leads to the folder that was checked, even if a folder above it is renamed. A folder that belongs
-    to the administrator and that nobody else may write to is accepted, too. Raises `NotPrivateError` for any other, and
-    OSError if it cannot be created. On Windows nothing is checked: the system's access rights are relied upon.
+    On Linux the path leads to the folder that was checked, even if a parent folder is renamed. A folder that belongs to
+    the administrator, and that no one else may write to, is accepted, too. Raises `NotPrivateError` for any other, and
+    OSError if it cannot be created. On Windows nothing is checked; the system's access rights protect the folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -136,7 +135,7 @@ def private_folder(folder: Path) -> Iterator[Path]:
 
 
 def save(content: bytes, file: Path) -> None:
-    """Write a file that nobody else may change, with a checksum at its end, either as a whole or not at all."""
+    """Write a file atomically, with a checksum at its end and without write access for others."""
     descriptor, scratch = tempfile.mkstemp(dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as opened:
@@ -148,7 +147,7 @@ def save(content: bytes, file: Path) -> None:
 
 
 def is_whole(file: Path) -> bool:
-    """True if `save` has written this file for this user, and nothing has changed it since."""
+    """True if `save` wrote this file for this user, and it is unchanged."""
     try:
         status = file.lstat()
         content = file.read_bytes() if stat.S_ISREG(status.st_mode) and _is_trusted(status) else b""
@@ -173,13 +172,13 @@ def switched_on() -> bool:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """The address of a tensor's first number; None (a null pointer) without a tensor."""
+    """The address of a tensor's first element; None (a null pointer) without a tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one library is compiled. name: of the library; sources: its C files."""
+    """The name, C files and compiler flags of one library."""
 
     name: str
     sources: tuple[Path, ...]
@@ -187,12 +186,12 @@ class Recipe:
 
     @property
     def headers(self) -> tuple[Path, ...]:
-        """All headers, among them those that the sources include."""
+        """All headers, a superset of those that the sources include."""
         return tuple(sorted(SOURCES.rglob("*.h")))
 
 
 def prebuilt_file(recipe: Recipe) -> Path | None:
-    """The library that a wheel has prebuilt from these sources; None if there is none."""
+    """The library in the wheel that was built from these sources; None if there is none."""
     name = prebuilt_name(recipe, sys.platform)
     if (PREBUILT / name).exists():
         return PREBUILT / name
@@ -230,7 +229,7 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Make other processes wait that enter this block for the same folder, where the system can."""
+    """Let one process at a time into this block per folder, where the system supports locks."""
     if sys.platform == "win32":
         yield
         return
@@ -281,7 +280,7 @@ def loaded(recipe: Recipe) -> ctypes.CDLL:
 
 
 def _compiled(recipe: Recipe) -> ctypes.CDLL:
-    """The library from the cache folder, or from the user's own if others may write to that; compiled if need be."""
+    """The library in the cache folder, or in the user's default one if others may write to that; compiled if needed."""
     reasons = dict[Path, str]()
     for folder in dict.fromkeys(parent / "kernels" for parent in (cache_folder(), users_cache_folder())):
         try:
@@ -289,7 +288,7 @@ def _compiled(recipe: Recipe) -> ctypes.CDLL:
                 library = built(private, os.environ, recipe)
                 try:
                     return ctypes.CDLL(str(library))
-                except OSError as error:  # compiled by another system that shares this folder
+                except OSError as error:  # another system that shares this folder compiled it
                     log.info("%s is compiled again: %s", folder / library.name, error)
                     library.unlink(missing_ok=True)
                     return ctypes.CDLL(str(built(private, os.environ, recipe)))
@@ -308,7 +307,7 @@ def with_remedy(error: NoKernelsError) -> str:
 
 def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:
     """The first recipe whose library can be loaded. Raises the last recipe's `NoKernelsError` if none can."""
-    last_reason = ""  # a reason that all recipes share, such as a folder that cannot be written, is logged once
+    last_reason = ""  # logs a shared reason once, such as a folder that cannot be written
     for recipe in recipes[:-1]:
         try:
             loaded(recipe)
@@ -341,7 +340,7 @@ def variants_of(processor: Processor, forced_isa: str | None) -> list[str]:
 
 
 def bfloat16_recipe(variant: str) -> Recipe:
-    """How the kernels for bfloat16 weights are compiled. variant: a key of `VARIANTS`."""
+    """The recipe for bfloat16 weights. variant: a key of `VARIANTS`."""
     flags = (*COMMON_FLAGS, *compiler_flags(VARIANTS[variant]))
     products = [path for path in BLOCK_SOURCES if path.stem != "float_layer"]
     return Recipe(f"bfloat16-{variant}", (*sorted(SOURCES.glob("*.c")), *products), flags)
@@ -354,7 +353,7 @@ def kernels() -> ctypes.CDLL | None:
 
 @cache
 def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
-    """What `kernels` returns if they are switched on. forced_isa: the value of SLIPSTREAM_ISA."""
+    """The result of `kernels` if they are switched on. forced_isa: the value of SLIPSTREAM_ISA."""
     try:
         return loaded(best_bfloat16_recipe(forced_isa))
     except NoKernelsError as error:
@@ -363,7 +362,7 @@ def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
 
 
 def best_bfloat16_recipe(forced_isa: str | None) -> Recipe:
-    """The recipe of the best variant that processor and compiler have, or of `forced_isa` alone."""
+    """The recipe of the best variant that processor and compiler support, or only of `forced_isa`."""
     recipes = [bfloat16_recipe(variant) for variant in variants_of(processor(), forced_isa)]
     return first_that_loads(recipes[:1] if forced_isa else recipes)
 
@@ -374,7 +373,7 @@ def bfloat16_version() -> str:
 
 
 def block_recipe(isa: str) -> Recipe:
-    """How the kernels for quantized files are compiled. isa: a key of `NEEDED`."""
+    """The recipe for quantized files. isa: a key of `NEEDED`."""
     sources = (*BLOCK_SOURCES, *(SOURCES / f"{name}.c" for name in ("race", "recurrence", "team")))
     return Recipe(f"blocks-{isa}", sources, (*COMMON_FLAGS, *compiler_flags(NEEDED[isa])))
 
@@ -387,12 +386,12 @@ def block_kernels() -> ctypes.CDLL:
 
 
 def best_block_recipe(forced_isa: str | None) -> Recipe:
-    """The recipe of the best instructions that processor and compiler have, or of `forced_isa` alone."""
+    """The recipe of the best instructions that processor and compiler support, or only of `forced_isa`."""
     return first_that_loads([block_recipe(isa) for isa in isas_of(processor(), forced_isa)])
 
 
 def typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare what a library's functions take and return, as `SIGNATURES` lists it; returns the library."""
+    """Declare the argument and result types of a library's functions, see `SIGNATURES`; returns the library."""
     for name, signature in SIGNATURES.items():
         if hasattr(library, name):
             arguments, _, returned = signature.partition(">")

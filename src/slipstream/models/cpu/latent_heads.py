@@ -1,8 +1,9 @@
 """The matrices of each head of latent attention, for the kernels.
 
-A model makes keys and values of all heads of each token's latent. The kernels attend to the latents themselves: they
-multiply queries by the transposed matrices of the keys, and what is attended to by those of the values, so that the
-cache keeps a latent instead of a key and a value for each head. `forward` is the model's own layer, the specification.
+A model projects each token's latent to keys and values of all heads. The kernels attend to the latents themselves: they
+multiply queries by the transposed key matrices, and attention's results by the value matrices, so the cache keeps one
+latent per token instead of a key and a value for each head. `forward` computes the model's own projection, the
+specification.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from slipstream.models.decoder.families import latent_plan
 from slipstream.models.decoder.fused_linear import is_plain
 from slipstream.models.decoder.plan import LatentPlan
 
-LatentStacks = tuple[Stack, Stack]  # of a matrix [rank, plain] and one [values, rank] for each head
+LatentStacks = tuple[Stack, Stack]  # for each head a matrix [rank, plain], and one [values, rank]
 
 
 class LatentHeads(nn.Module):
-    """Replaces the layer that makes keys and values of latents."""
+    """Replaces the layer that projects latents to keys and values."""
 
     def __init__(self, plan: LatentPlan, stacks: LatentStacks, activations: str) -> None:
         super().__init__()
@@ -59,22 +60,22 @@ class LatentHeads(nn.Module):
 
 
 def stacks_of_part(part: BlockPart, plan: LatentPlan) -> LatentStacks:
-    """The matrices of a layer's heads. Those of values are its rows, those of queries its numbers, transposed."""
+    """The matrices of a layer's heads: for values the part's own rows, for queries its transposed weights, unpacked."""
     keys = numbers_part(plan.parts(part.rows(torch.arange(part.outputs)))[0], part.library)
     values = Stack.rows_of(part, plan.count, plan.plain, plan.values)
     return Stack.rows_of(keys, plan.count, 0, plan.rank), values
 
 
 def stacks_of_weight(weight: Tensor, plan: LatentPlan, pack: Callable[[Tensor], BlockPart]) -> LatentStacks:
-    """The matrices of the heads of a layer with this weight. pack: makes panels of a matrix."""
+    """The matrices of the heads of a layer with this weight. pack: packs a matrix into panels."""
     keys, values = (pack(part.contiguous()) for part in plan.parts(weight))
     return Stack.rows_of(keys, plan.count, 0, plan.rank), Stack.rows_of(values, plan.count, 0, plan.values)
 
 
 def replace_latent(model: Any, stacks: Callable[[str, nn.Linear, LatentPlan], LatentStacks], activations: str) -> None:
-    """Replace the layers of a model that make keys and values of latents, where the kernels can attend to latents.
+    """Replace a model's layers that project latents to keys and values, where the kernels can attend to latents.
 
-    stacks: the matrices of the heads of a layer with this name.
+    stacks: gives the matrices of the heads of the layer with this name.
     """
     config = model.config.get_text_config()
     for name, layer in list(model.named_modules()):
@@ -84,7 +85,7 @@ def replace_latent(model: Any, stacks: Callable[[str, nn.Linear, LatentPlan], La
 
 
 def latent_of(config: Any, name: str) -> LatentPlan | None:
-    """The latents of which the layer of this name makes keys and values, if the kernels can attend to them."""
+    """The plan of the latents that the layer with this name projects, if the kernels can attend to them."""
     plan = latent_plan(config)
     if plan is None or not name.endswith(f".{plan.heads}"):
         return None
@@ -94,5 +95,5 @@ def latent_of(config: Any, name: str) -> LatentPlan | None:
 
 
 def latent_heads(model: nn.Module) -> list[LatentHeads]:
-    """The layers of a model that were replaced."""
+    """The layers that `replace_latent` has put into a model."""
     return [module for module in model.modules() if isinstance(module, LatentHeads)]

@@ -1,12 +1,11 @@
-"""Linear layers for CPUs whose weights are laid out once, not at every call: bfloat16 in 12 bits, or oneDNN's layout.
+"""Linear layers for CPUs that lay out their weights once, not at every call: bfloat16 in 12 bits, or oneDNN's layout.
 
-The specification of each is the `nn.Linear` it replaces. A forward of few tokens takes as long as reading its weights,
-so a quarter less to read is a quarter less time. No weight changes: `csrc/compression.c` explains how. oneDNN's packed
-layers use the operators of PyTorch's own CPU freezing, and read their weights at memory speed, too.
+The specification of each is the `nn.Linear` it replaces. A forward of few tokens takes as long as reading the weights,
+so reading a quarter less saves a quarter of the time. No weight changes: `csrc/compression.c` explains how. oneDNN's
+packed layers use the operators of PyTorch's own CPU freezing, and read their weights at memory speed, too.
 
-Without bfloat16 instructions and without Slipstream's own kernels, packed float32 copies of bfloat16 weights are
-multiplied: the same weights and sums of higher precision, at twice the memory. PyTorch's own bfloat16 products take
-several times as long.
+Without bfloat16 instructions and without Slipstream's own kernels, float32 copies of bfloat16 weights are packed: the
+same weights, more precise sums, twice the memory. PyTorch's own bfloat16 products take several times as long.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from slipstream.models.decoder.fused_linear import is_plain
 
 WIDTH = 4  # tokens for which oneDNN's layout is chosen; it serves any number
 SHARE = 0.5  # of the machine's memory that float32 copies of bfloat16 weights may take
-WORTH = 1 / 64  # share of exceptions above which a weight is packed instead
+WORTH = 1 / 64  # if more of a matrix's weights are exceptions, it is packed instead
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` whose weight exists in oneDNN's packed form only; unpacked if PyTorch has no oneDNN."""
+    """An `nn.Linear` that keeps its weight only in oneDNN's packed layout; plain if PyTorch has no oneDNN."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ def _has_bf16() -> bool:
 
 
 def unsupported(model: Any) -> str | None:
-    """Why a model cannot be packed, or None if it can."""
+    """The reason a model cannot be packed; None if it can."""
     has_kernels = model.dtype == torch.bfloat16 and kernels() is not None  # nearly all weights are compressed
     if not torch.backends.mkldnn.is_available() and not has_kernels:
         return "this PyTorch has no oneDNN"
@@ -82,7 +81,7 @@ def unsupported(model: Any) -> str | None:
 
 
 def without_plain_weights(model: Any) -> str | None:
-    """Why a model has no linear layers with weights in the host's memory, or None if it has."""
+    """The reason a model has no linear layers with weights in the host's memory; None if it has some."""
     devices = {parameter.device.type for parameter in model.parameters()}
     if "meta" in devices:
         return "some of its weights are loaded only when they are needed"
@@ -96,9 +95,9 @@ def without_plain_weights(model: Any) -> str | None:
 def pack(
     model: nn.Module, convert: Callable[[nn.Linear], nn.Module] = PackedLinear, leave: Sequence[nn.Linear] = ()
 ) -> None:
-    """Replace every `nn.Linear` of a model in place by what `convert` makes of it, freeing each weight at once.
+    """Replace every `nn.Linear` of a model in place by `convert` of it, freeing each weight at once.
 
-    A weight shared with an embedding stays for the embedding, and a copy of it is packed. leave: layers that stay.
+    The embedding keeps a weight that it shares; a copy of that is packed. leave: layers that stay plain.
     """
     kept = set(leave)
     for parent in list(model.modules()):
@@ -108,15 +107,15 @@ def pack(
 
 
 class KernelLinear(nn.Module):
-    """A linear layer computed by `multiply` of the kernels. Subclasses make its weights."""
+    """A linear layer computed by the kernels' `multiply`. Subclasses provide its weights."""
 
     in_features: int
     out_features: int
     dtype = torch.bfloat16  # of its inputs and outputs
 
     def _set_weights(self, library: Any, format: int, arrays: tuple[Tensor | None, ...]) -> None:
-        """format, arrays: of `struct linear`: data, tables, offsets, exceptions and bias."""
-        self._arrays, self._multiply = arrays, library.multiply  # kept, since the struct has only their addresses
+        """format, arrays (data, tables, offsets, exceptions, bias): see `struct linear`."""
+        self._arrays, self._multiply = arrays, library.multiply  # kept: the struct has only their addresses
         self.weights = LinearStruct(format, self.in_features, self.out_features, *map(address, arrays))
 
     def first(self, outputs: int) -> KernelLinear:
@@ -139,10 +138,10 @@ class KernelLinear(nn.Module):
 
 
 class CompressedLinear(KernelLinear):
-    """An `nn.Linear` of bfloat16 weights in 12 bits each. A token's result does not depend on its neighbors."""
+    """An `nn.Linear` with bfloat16 weights in 12 bits each. A token's result does not depend on its neighbors."""
 
     def __init__(self, linear: nn.Linear, library: Any) -> None:
-        """library: what `kernels` returns. in_features must be a multiple of 4."""
+        """library: the result of `kernels`. in_features must be a multiple of 4."""
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         weight = linear.weight.detach().contiguous()
@@ -163,12 +162,12 @@ class CompressedLinear(KernelLinear):
 
     @property
     def is_worth_it(self) -> bool:
-        """True if there are few enough exceptions; if not, the layer has no weights."""
+        """True if there are few exceptions; otherwise the layer has no weights and must not be used."""
         return self.exceptions <= WORTH * self.in_features * self.out_features
 
 
 def compressed_or_packed(linear: nn.Linear) -> nn.Module:
-    """A layer in the form that is fastest here: compressed, or packed where compression is impossible or no gain."""
+    """The fastest replacement of a layer: compressed, or packed where compression is impossible or gains nothing."""
     if linear.weight.dtype == torch.bfloat16 and linear.in_features % 4 == 0 and linear.weight.device.type == "cpu":
         library = kernels()
         if library is not None:

@@ -1,8 +1,8 @@
-"""The processor and its memory: instruction sets, which of those the kernels are written for, and usable memory.
+"""The processor's instruction sets, those that the kernels support, and the usable memory.
 
 Linux lists instruction sets in /proc/cpuinfo, macOS in sysctl. On Windows a prebuilt library asks the processor itself.
-SLIPSTREAM_ISA in the environment names the instructions to use instead of the best, SLIPSTREAM_MEMORY the gigabytes of
-memory to use instead of all.
+In the environment, SLIPSTREAM_ISA names the instructions to use instead of the best, and SLIPSTREAM_MEMORY limits the
+memory to use, in gigabytes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 
 from slipstream.errors import UsageError
 
-AMX = ("amx_tile", "amx_int8", "amx_bf16")  # used if Linux grants their registers, see `request_tiles`
+AMX = ("amx_tile", "amx_int8", "amx_bf16")  # used if Linux grants access to their registers, see `request_tiles`
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 CPU_INFO = Path("/proc/cpuinfo")
 CONTROL_GROUP, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-DETECTION = Path(__file__).with_name("prebuilt")  # folder of the library of csrc/detection/, if the wheel has it
+DETECTION = Path(__file__).with_name("prebuilt")  # holds the library of csrc/detection/, if the wheel has it
 OF_APPLE = {"hw.optional.arm.FEAT_DotProd": "asimddp"}
 ISA, MEMORY = "SLIPSTREAM_ISA", "SLIPSTREAM_MEMORY"
-# what the processor must have, by the names in Linux's /proc/cpuinfo; the best instructions first
+# flags that the processor must have, as Linux's /proc/cpuinfo names them; the best instructions first
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "amx": (*AVX512, "avx512_bf16", *AMX),
@@ -36,18 +36,17 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "neon": ("asimddp",),
     "plain": (),
 }
-FORCED_ONLY = ("plain",)  # plain C is the specification, many times slower
+FORCED_ONLY = ("plain",)  # plain C is the specification and many times slower
 # without contraction, as everywhere: see COMMON_FLAGS of kernel_libraries.py
 OTHER_FLAGS = {"asimddp": "-march=armv8.2-a+dotprod", **{name: f"-m{name.replace('_', '-')}" for name in AMX}}
 
 
 @dataclass(frozen=True)
 class Processor:
-    """model_name: empty if unknown; flags: instruction sets that programs may use, by Linux's names, empty if
-    unknown."""
+    """A processor's name and instruction sets; empty if unknown."""
 
     model_name: str = ""
-    flags: frozenset[str] = frozenset()
+    flags: frozenset[str] = frozenset()  # instruction sets that programs may use, by Linux's names
 
 
 def processor(file: Path = CPU_INFO) -> Processor:
@@ -61,7 +60,7 @@ def processor(file: Path = CPU_INFO) -> Processor:
 
 
 def memory_bytes() -> int | None:
-    """The least of this machine's memory, the container's and SLIPSTREAM_MEMORY; None if none of them is known."""
+    """The smallest of the machine's memory, the container's limit and SLIPSTREAM_MEMORY; None if all are unknown."""
     limits = [int(limit) for limit in group_limits("memory.max") if limit.isdecimal()]
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -77,9 +76,9 @@ def memory_bytes() -> int | None:
 
 
 def group_limits(name: str) -> list[str]:
-    """What a file of this name holds in the Linux control groups that this program is in.
+    """The contents of the file with this name in each of this program's Linux control groups.
 
-    Reads the second version of control groups only, which container engines have used since 2022.
+    Reads only version 2 of control groups, which container engines have used since 2022.
     """
     if not CONTROL_GROUP.is_file():
         return []
@@ -90,13 +89,13 @@ def group_limits(name: str) -> list[str]:
 
 
 def request_tiles() -> bool:
-    """Ask Linux to let this process use the registers of AMX from now on; returns whether it does."""
+    """Ask Linux for permission to use the registers of AMX; returns whether it was granted."""
     permitted = ctypes.CDLL(None).syscall(*map(ctypes.c_long, (ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)))
     return permitted == 0
 
 
 def parse(text: str) -> Processor:
-    """text: what /proc/cpuinfo holds, of x86 (flags) or ARM (Features)."""
+    """The processor that /proc/cpuinfo describes. text: its contents, for x86 (flags) or ARM (Features)."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -139,13 +138,13 @@ class NoKernelsError(Exception):
 
 
 class NoCompilerError(NoKernelsError):
-    """No C compiler is installed that could build the kernels."""
+    """No C compiler is installed to build the kernels."""
 
 
 def isas_of(processor: Processor, forced_isa: str | None) -> list[str]:
     """The instructions that can be used, best first; only `forced_isa` if it is set.
 
-    Raises `NoKernelsError` if the processor has none of them, `UsageError` for a wrong name or one that it lacks.
+    Raises `NoKernelsError` if the processor supports none, `UsageError` if `forced_isa` is unknown or unsupported.
     """
     available = [name for name, flags in NEEDED.items() if set(flags) <= processor.flags]
     if forced_isa:
@@ -160,5 +159,5 @@ def isas_of(processor: Processor, forced_isa: str | None) -> list[str]:
 
 
 def compiler_flags(needed: tuple[str, ...]) -> tuple[str, ...]:
-    """The options with which a compiler uses these instructions."""
+    """Compiler options that enable these instructions."""
     return tuple(OTHER_FLAGS.get(name) or "-m" + name.replace("_", "") for name in needed)

@@ -1,10 +1,10 @@
 """Weights that are quantized while a model is loaded, and the layers that multiply by them.
 
-int8: 32 inputs share a float16 scale, the largest magnitude over 127 (GGUF's Q8_0). int4: 32 inputs share a float16
-scale and a zero point, the range between their extremes, or the share of it with the least squared error.
+int8: 32 inputs share a float16 scale, their largest magnitude / 127 (GGUF's Q8_0). int4: 32 inputs share a float16
+scale and a zero point, which cover the range of the weights, or the fraction of it with the least squared error.
 
-A draft model's layers are quantized one by one: a draft cannot change what is generated, only how much of it is
-accepted. A draft step then reads a third or half of the bytes. A target is quantized as a whole (`RoundedTensors`).
+A draft model's layers are quantized one by one: drafts never change the output, only how many tokens are accepted. A
+draft step then reads a third or half of the bytes. A target is quantized as a whole (`RoundedTensors`).
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from slipstream.models.notices import warn_slower
 
 BITS = {"int4": 4, "int8": 8}
 FORMATS: dict[int, BlockFormat] = {4: grouped_format("INT4", INPUTS), 8: Q8_0}  # by bits
-SMALLEST = 10_000_000  # weights; a smaller model's fit in the processor's caches in any precision
+SMALLEST = 10_000_000  # weights; smaller models fit in the processor's caches in any precision
 LARGEST_SCALE, SMALLEST_SCALE = 65504.0, 2.0**-24  # of float16
 SHARES = tuple(0.72 + 0.04 * step for step in range(9))  # of the range of a group's weights
-AT_A_TIME = 1 << 18  # weights that are rounded together: as many as fit the caches
+AT_A_TIME = 1 << 18  # weights rounded together, as many as fit in the caches
 
 
 class QuantizedLinear(KernelLinear):
     """An `nn.Linear` of a draft model in 4 or 8 bits. A token's result does not depend on its neighbors.
 
-    Its specification is the product with `rows` after the rounding of the activations that `BlockLinear` describes.
+    The specification is the product with `rows`, after rounding activations as `block_linear` describes.
     """
 
     def __init__(self, linear: nn.Linear, bits: str, library: Any, memory: HugePages | None = None) -> None:
-        """bits: a key of `BITS`; library: what `kernels` returns; memory: for the weights, see `BlockPart`."""
+        """bits: a key of `BITS`; library: the result of `kernels`; memory: for the weights, see `BlockPart`."""
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         weight = linear.weight.detach()
@@ -84,7 +84,7 @@ def quantized_part(weight: Tensor, library: Any, bits: str, memory: HugePages | 
 
 
 def quantized(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> nn.Module:
-    """What replaces a layer: its quantized form where the kernels take its shape, else its packed one."""
+    """The replacement of a layer: quantized if the kernels support its shape, else packed."""
     library = kernels()
     if library is None or not fits(linear):
         return compressed_or_packed(linear)
@@ -92,9 +92,9 @@ def quantized(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> 
 
 
 def convert_experts(model: Any, convert: Callable[[nn.Linear], nn.Module] | None = None) -> None:
-    """Replace the blocks of experts of a mixture by the kernels' if they can compute all of them.
+    """Replace a mixture's expert blocks by the kernels' if they can compute all of them.
 
-    convert: what replaces the linear layers; the experts are quantized as it says, or keep their numbers.
+    convert: the function that replaces linear layers; experts are quantized as it does, or keep their weights.
     """
     library = kernels() if expert_blocks(model) else None
     if library is None or getattr(model, "is_quantized", False):
@@ -107,7 +107,7 @@ def convert_experts(model: Any, convert: Callable[[nn.Linear], nn.Module] | None
 
 
 def convert_latent(model: Any, convert: Callable[[nn.Linear], nn.Module]) -> None:
-    """Give a model's latent attention the matrices of its heads if its layers are going to be compiled.
+    """Give a model's latent attention the matrices of its heads if its layers will be compiled.
 
     convert: see `convert_experts`.
     """
@@ -122,7 +122,7 @@ def convert_latent(model: Any, convert: Callable[[nn.Linear], nn.Module]) -> Non
 
 
 def _packing(convert: Callable[[nn.Linear], nn.Module] | None) -> Callable[[Tensor, Any], BlockPart]:
-    """Makes panels of a matrix, quantized as `convert` quantizes layers, with a library."""
+    """A function that packs a matrix into panels, quantized as `convert` quantizes layers."""
     memory = HugePages()
 
     def pack(weight: Tensor, library: Any) -> BlockPart:
@@ -141,7 +141,7 @@ def formats_of(model: nn.Module) -> str:
 
 
 def arithmetic_of(model: nn.Module) -> str:
-    """The kinds of blocks and activations that a model computes with, for people to read; empty if there are none."""
+    """The block types and activations that a model computes with, for display; empty if there are none."""
     linears = block_linears(model)
     formats = {part.block.name for linear in linears for part in linear.parts}
     formats.update(name for experts in experts_of(model) for name in experts.formats)
@@ -150,17 +150,17 @@ def arithmetic_of(model: nn.Module) -> str:
 
 
 def fits(linear: nn.Linear) -> bool:
-    """True if the kernels take a layer of this shape."""
+    """True if the kernels support a layer of this shape."""
     return linear.in_features % INPUTS == 0
 
 
 def num_weights(model: nn.Module) -> int:
-    """How many weights of a model quantization would round."""
+    """The number of weights that quantization would round."""
     return sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and fits(m))
 
 
 def rounded_activations(model: nn.Module) -> str | None:
-    """How a model's activations are rounded, a key of `ACTIVATIONS` in block_linear.py; None if they are not."""
+    """The rounding of a model's activations, a key of `ACTIVATIONS` in block_linear.py; None if there is none."""
     rounding = [linear.activations for linear in block_linears(model) if linear.activations != "float32"]
     rounding += [experts.activations for experts in experts_of(model) if experts.rounds_activations]
     if rounding:
@@ -174,13 +174,13 @@ def rows_of_blocks(weight: Tensor, bits: int) -> Any:
 
 
 def pieces(weight: Tensor, bits: int) -> Iterator[GroupedMatrix]:
-    """Weights [outputs, inputs], rounded some rows at a time."""
+    """Weights [outputs, inputs], rounded a few rows at a time."""
     for rows in weight.split(max(AT_A_TIME // weight.shape[1], 1)):
         yield rounded(rows.float(), bits)
 
 
 def rounded(weight: Tensor, bits: int) -> GroupedMatrix:
-    """Weights [outputs, inputs] float32 as codes of 4 or 8 bits, 32 inputs a group."""
+    """Weights [outputs, inputs] float32 as codes of 4 or 8 bits, in groups of 32 inputs."""
     groups = weight.unflatten(1, (-1, INPUTS))
     if bits == 8:
         scales = _half(groups.abs().amax(-1) / 127)
@@ -204,7 +204,7 @@ def _codes(groups: Tensor, scales: Tensor, zeros: Tensor, smallest: int, largest
 
 
 def _error(groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """The squared error of each group in 4 bits; computed in place, since it is needed for every share."""
+    """The squared error of each group in 4 bits; computed in place, since it runs for every share."""
     scale, zero = scales.unsqueeze(-1), zeros.unsqueeze(-1)
     error = (groups * (1 / scale)).add_(zero).round_().clamp_(0, 15).sub_(zero).mul_(scale).sub_(groups)
     return error.square_().sum(-1)

@@ -1,4 +1,4 @@
-"""The structs and constants of the kernels' header, `csrc/structs.h`, which says what they mean."""
+"""The structs and constants of the kernels' header, `csrc/structs.h`, which documents them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ CONSTANT = re.compile(r"\b([A-Z]\w+) = (-?\d+)")
 MACRO = re.compile(r"^#define (LAYER_\w+) (.*)", re.MULTILINE)
 TYPE = re.compile(r"\bX\((\w+), (-?\d+), (\d+), (\d+), \w+\)")
 STRUCT = re.compile(r"^struct (\w+) \{(.*?)^\};", re.MULTILINE | re.DOTALL)
-FIELDS = re.compile(r"(?:const |struct |_Atomic )*(\w+) ([^;]+);")  # of one type, the last word of each is its name
+FIELDS = re.compile(r"(?:const |struct |_Atomic )*(\w+) ([^;]+);")  # of one type; each field's last word is its name
 NUMBERS = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A type of weights. code: its number in the kernels; number: its type in GGUF files, -1 if they have none like it;
-    size, bytes: values and bytes of a block."""
+    """A type of weights."""
 
     name: str
-    code: int
-    number: int
-    size: int
-    bytes: int
+    code: int  # in the kernels
+    number: int  # in GGUF files; -1: they have no such type
+    size: int  # values in a block
+    bytes: int  # of a block
 
 
 def _structs(text: str) -> dict[str, type[ctypes.Structure]]:
@@ -70,7 +69,7 @@ SegmentStruct = STRUCTS["segment"]
 StackedLayerStruct = STRUCTS["stacked_layer"]
 StoredExpertsStruct = STRUCTS["stored_experts"]
 
-# the fields of a layer: its products, of which all layers have the first two; its norms; its numbers and switches
+# fields of a layer: its products (all layers have the first two), its norms, its numbers and switches
 LINEARS = [name for name, kind, *_ in LayerStruct._fields_ if kind is LinearStruct]
 NORMS = [name for name, kind, *_ in LayerStruct._fields_ if kind is NormStruct]
 LAYER_NUMBERS = [name for name, kind, *_ in LayerStruct._fields_ if kind in NUMBERS.values()]

@@ -3,12 +3,12 @@
 OpenMP threads wait for each other by spinning. If the scheduler leaves two of them on one core, each waits for the
 other through whole time slices, and an operator of microseconds takes milliseconds. `OMP_PROC_BIND=true`, set before
 PyTorch is imported, keeps them apart, and `OMP_PLACES=cores` keeps them off each other's hyperthreads; the command line
-sets both. A container that is granted the time of only some cores gets as many threads, unbound: other containers would
-be bound to the same cores. A program that runs already gets as many, too; if threads share a core there, they are moved
-to separate cores once and may then run anywhere again.
+sets both. A container with a CPU quota gets one thread per granted core instead, unbound, since other containers would
+be bound to the same cores. If PyTorch is running already, the number of threads is limited in the same way, and threads
+that share a core are moved apart once; afterwards they may run anywhere again.
 
 Binding also pins the thread that imports PyTorch, and all threads that it starts, to the first core; those that do not
-compute are freed again. PyTorch is imported inside functions, because importing it starts OpenMP.
+compute are released. PyTorch is imported inside functions, because importing it starts OpenMP.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _USER, _SYSTEM, _PROCESSOR = 11, 12, 36  # of /proc/PID/task/TID/stat, counted f
 
 
 def bind_threads(environment: MutableMapping[str, str]) -> frozenset[int]:
-    """Make OpenMP keep its threads on separate cores, unless the user arranged them; call it before importing PyTorch.
+    """Make OpenMP bind its threads to separate cores, unless the user arranged them; call it before importing PyTorch.
 
-    If a container is granted less time than its cores have, set the number of threads to that share instead. Returns
-    the processors on which the program may run, for `free_thread`; none if no thread is bound.
+    In a container whose CPU quota is below its cores, set the number of threads to the quota instead. Returns the
+    processors on which the program may run, for `free_thread`; none if no thread is bound.
     """
     if any(name in environment for name in CHOSEN):
         return frozenset()
@@ -57,13 +57,13 @@ def bind_threads(environment: MutableMapping[str, str]) -> frozenset[int]:
 
 
 def share_of_time() -> float | None:
-    """How many cores' worth of time Linux's control groups grant this program; None if they set no limit."""
+    """The CPU quota of this program's Linux control groups, in cores; None if they set no limit."""
     limits = [limit.split() for limit in group_limits("cpu.max")]
     return min((int(granted) / int(period) for granted, period in limits if granted != "max"), default=None)
 
 
 def physical_cores(processors: frozenset[int]) -> int:
-    """How many cores these processors are, hyperthreads of one core counted once."""
+    """The number of cores behind these processors; hyperthreads of one core count once."""
     files = [_PROCESSORS / f"cpu{processor}/topology/core_cpus_list" for processor in processors]
     return len({file.read_text(encoding="utf-8") if file.is_file() else file for file in files})
 
@@ -71,7 +71,7 @@ def physical_cores(processors: frozenset[int]) -> int:
 def free_thread(cores: frozenset[int]) -> None:
     """Let the calling thread, and those it starts, run on these cores; for threads that do not compute.
 
-    Without cores, or if the system refuses, the thread stays where it is, which only costs some time.
+    Without cores, or if the system refuses, the thread stays where it is, which costs only time.
     """
     if sys.platform == "linux" and cores:
         with suppress(OSError):
@@ -79,20 +79,20 @@ def free_thread(cores: frozenset[int]) -> None:
 
 
 def limit_threads() -> None:
-    """Compute with no more threads than the container grants cores, unless the user arranged threads."""
+    """Limit PyTorch's threads to the cores that the container grants, unless the user arranged threads."""
     import torch
 
     share, threads = share_of_time(), torch.get_num_threads()
     if share is None or share >= threads or any(name in os.environ for name in CHOSEN):
         return
     torch.set_num_threads(max(1, int(share)))
-    log.info("%d threads compute, not %d: the container is granted %g cores", max(1, int(share)), threads, share)
+    log.info("using %d threads, not %d: the container is granted %g cores", max(1, int(share)), threads, share)
 
 
 def separate_threads(cores: set[int] | None = None) -> bool:
-    """Move computing threads apart if two of them stay on one core. Returns whether that was so.
+    """Move computing threads apart if two of them stay on one core. Returns whether it moved any.
 
-    cores: on which the threads may run; by default those on which the program may.
+    cores: where the threads may run; by default, where the program may.
     """
     import torch
 
@@ -105,7 +105,7 @@ def separate_threads(cores: set[int] | None = None) -> bool:
     try:
         workers = _workers()
         if not _share_a_core([os.getpid(), *workers]):
-            return False  # slow because the machine is busy
+            return False  # slow only because the machine is busy
         free = sorted(cores - {_processor(os.getpid())})
         for worker, core in zip(workers, free, strict=False):
             os.sched_setaffinity(worker, {core})
@@ -117,7 +117,7 @@ def separate_threads(cores: set[int] | None = None) -> bool:
 
 
 def step_seconds() -> float:
-    """Median time of an operator that all threads share."""
+    """Median time of an operator that all threads compute, in seconds."""
     import torch
 
     numbers = torch.ones(1 << 16, dtype=torch.float32)
@@ -131,7 +131,7 @@ def _timed(numbers: Tensor) -> float:
 
 
 def _workers() -> list[int]:
-    """The ids of the threads, other than the first one, that work while operators run."""
+    """The ids of the threads, except the first one, that work while operators run."""
     import torch
 
     before, end = _ticks_used(), perf_counter() + 0.1
@@ -144,7 +144,7 @@ def _workers() -> list[int]:
 
 
 def _share_a_core(tasks: list[int]) -> bool:
-    """True if two of these threads share a core in more than nine of ten samples."""
+    """True if two of these threads share a core in more than nine tenths of the samples."""
     import torch
 
     numbers, shared = torch.ones(1 << 16, dtype=torch.float32), 0

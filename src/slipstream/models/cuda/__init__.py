@@ -1,1 +1,1 @@
-"""CUDA: a forward, a draft or a verification replayed in one launch, and decoder layers of few kernels."""
+"""CUDA: replays a forward, a draft or a verification in one launch, and computes decoder layers in few kernels."""

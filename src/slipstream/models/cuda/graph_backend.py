@@ -1,12 +1,11 @@
 """Hugging Face models on CUDA, replayed as captured graphs: one launch per forward, per proposal, per verification.
 
-The specification of every method is `HFBackend`'s forward. Forwards of a few tokens from slot 0 on, which is what
-decoding consists of, run in buckets of (rows, width, attended length): tokens and positions go into fixed buffers;
-positions, mask and cache addresses are computed from them on the device. Bodies, the functions that are captured, read
-everything that changes from the buffers, and take only shapes as arguments. All other forwards, mainly prompts, run
-eagerly. `make_graphs_faster` gives the model joint products and Triton kernels, if its logits stay the same. If the
-kernels compute the whole model, prompts included, no bit depends on the shape of a forward, and one capture serves all
-lengths.
+The specification of every method is `HFBackend`'s forward. Decoding consists of forwards of a few tokens from slot 0
+on. They run in buckets of (rows, width, attended length): tokens and positions go into fixed buffers, from which the
+device computes positions, mask and cache addresses. Bodies, the functions that are captured, read everything that
+changes from the buffers, and take only shapes as arguments. All other forwards, mainly prompts, run eagerly.
+`make_graphs_faster` gives the model joint products and Triton kernels, if its logits stay the same. If the kernels
+compute the whole model, prompts included, no bit depends on the shape of a forward, and one capture serves all lengths.
 
 Shapes: B rows, W columns, R >= B and C >= W those of the bucket, V the vocabulary.
 """
@@ -61,14 +60,14 @@ from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.trials import OwnLogits, Trial, a_few_logits, difference, largest_error, tolerance
 from slipstream.models.notices import warn_slower
 
-MAX_STEPS = 16  # of one captured proposal; a capture takes as long as a few runs of all its steps
+MAX_STEPS = 16  # in one captured proposal; capturing takes as long as a few runs of all its steps
 
 
 def matching_prefix(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Tensor, widths: Tensor) -> Tensor:
     """Longest matching prefix; the specification is `acceptance.match`.
 
-    tokens: [B, W]; row i has counts[i] tokens, the last widths[i] of which are columns of its draft, the first
-    lengths[i] of them proposed. chosen: [B, W], the model's own choice after each token. Returns [B, 2]: the number of
+    tokens: [B, W]; row i has counts[i] tokens: the last widths[i] are its draft's columns, of which the first
+    lengths[i] were proposed. chosen: [B, W], the model's own choice after each token. Returns [B, 2]: the number of
     accepted draft tokens, and the token that follows them.
     """
     last = tokens.shape[1] - 1
@@ -81,7 +80,7 @@ def matching_prefix(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Ten
 
 
 class CapturedForwards:
-    """The buffers of a model's graphs and the bodies that read them; `uncaptured` runs any other forward by kernels.
+    """The buffers of a model's graphs and the bodies that read them; `uncaptured` runs other forwards by kernels.
 
     trees: the buffers of trees. stack: the model's forward by kernels; None if there is none.
     """
@@ -104,7 +103,7 @@ class CapturedForwards:
         lengths: Sequence[int],
         draft_width: int = 0,
     ) -> None:
-        """Copy a forward's input to the buffers that the graphs read; rows that only pad have no real column."""
+        """Copy a forward's input to the buffers that the graphs read; padding rows have no real column."""
         rows, width = tokens.shape
         padding = [0] * (bucket.rows - rows)
         table = self.table([*starts, *padding], [*counts, *padding], [*lengths, *padding], draft_width)
@@ -138,7 +137,7 @@ class CapturedForwards:
         return torch.stack(drafted, dim=1)
 
     def verify(self, bucket: Bucket) -> Tensor:
-        """[R, 2] how many draft tokens are accepted and the next token."""
+        """[R, 2], the number of accepted draft tokens, and the next token."""
         table = self._row_table[: bucket.rows]
         chosen = self.logits(bucket).argmax(-1)
         return matching_prefix(self._tokens_of(bucket), chosen, *table[:, 1:].unbind(1))
@@ -186,7 +185,7 @@ class CapturedForwards:
     def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
         """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns are cached.
 
-        Padding has its row's last position, because beyond the attended length a sliding window might leave it no key.
+        Padding gets its row's last position: beyond the attended length, a sliding window might leave it no key.
         """
         rows, width = tokens.shape
         last = (counts[:, None] - 1).clamp(min=0)
@@ -197,10 +196,10 @@ class CapturedForwards:
         return self._forward(tokens, forward, masks)
 
     def _columns(self, starts: Tensor, counts: Tensor, width: int) -> Tensor:
-        """[R, C] places that tokens are written to.
+        """The places [R, C] to which tokens are written.
 
-        Padding is written to the spare positions at the end of its slot. Nothing ever attends to them, so a NaN there
-        cannot spread.
+        Padding goes to the spare positions at the end of its slot. Nothing attends to them, so a NaN there cannot
+        spread.
         """
         offsets = self._offsets[:width]
         return torch.where(offsets < counts[:, None], starts[:, None] + offsets, self._cache.spare + offsets)
@@ -224,12 +223,12 @@ class CapturedForwards:
         return logits
 
     def embeddable(self, tokens: Tensor) -> Tensor:
-        """The tokens, those beyond the model's embedding replaced by its last one."""
+        """The tokens; ids beyond the model's embedding become its last id."""
         return tokens.clamp(max=self._eager.vocab_size - 1)
 
 
 class GraphedBackend:
-    """An `HFBackend` that replays captured graphs where it can, and logs once why where it cannot.
+    """An `HFBackend` that replays captured graphs where it can, and logs once why it cannot elsewhere.
 
     Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `LongTexts`, `TreeForwards`, `HiddenStates`,
     `ShapeIndependent`.
@@ -245,9 +244,9 @@ class GraphedBackend:
         max_bytes: int = MAX_BYTES,
         cache: IndexedCache | None = None,
     ) -> None:
-        """capturer: what captures; by default CUDA graphs, and on other devices plain reruns.
+        """capturer: by default CUDA graphs, and on other devices plain reruns.
 
-        cache: of another backend, to share it; by default a new one.
+        cache: another backend's, to share it; by default a new one.
         """
         self.cache = IndexedCache(model.config.get_text_config().num_hidden_layers) if cache is None else cache
         self.eager = HFBackend(model, self.cache)  # runs what is not captured
@@ -263,7 +262,7 @@ class GraphedBackend:
             reason = "its rotations depend on how long each text is"
         if reason is not None:
             self._graphs.disable(reason)
-        self._captured_moves = self.cache.moves  # at the captures: graphs have the cache's addresses
+        self._captured_moves = self.cache.moves  # when graphs were captured with the cache's addresses
         self._bodies = CapturedForwards(self.eager, self.cache)
 
     @property
@@ -281,11 +280,11 @@ class GraphedBackend:
 
     @property
     def flat(self) -> bool:
-        """True with those kernels only: they alone give a branch the bits that it has in a row of its own."""
+        """True only with those kernels: only they give a branch the same bits as in a row of its own."""
         return self.shape_independent
 
     def use_stack(self, stack: TritonStack | None) -> None:
-        """Compute all forwards by these kernels from now on, or, with None, no longer; drops all captures."""
+        """Compute all forwards by these kernels from now on, or stop doing so (None); drops all captures."""
         self._graphs.clear()
         self._bodies.stack = stack
 
@@ -293,7 +292,7 @@ class GraphedBackend:
         return self.eager.weights_digest()
 
     def keep_hidden_states(self, layers: Sequence[int]) -> None:
-        """Drop the graphs captured so far: they keep no hidden states."""
+        """Also drops all graphs, since they were captured without keeping hidden states."""
         self._graphs.clear()
         self.eager.keep_hidden_states(layers)
 
@@ -314,7 +313,7 @@ class GraphedBackend:
     def reserve(self, rows: int, length: int) -> None:
         """Reserve more slots or positions, which drops all graphs.
 
-        To do so rarely, slots at least double, and positions grow by at least half.
+        To do so rarely, it at least doubles slots, and grows positions by at least half.
         """
         slots, positions = self.cache.shape
         needed = -(-(length + SPARE) // self.attended_unit) * self.attended_unit
@@ -325,7 +324,7 @@ class GraphedBackend:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-        """As `HFBackend.forward`; replayed from a capture if it is narrow and begins at slot 0."""
+        """`HFBackend.forward`, replayed from a capture if it is narrow and begins at slot 0."""
         rows, width = tokens.shape
         bucket = self._bucket(starts, width, max(starts) + width) if logits and first_slot == 0 else None
         if bucket is not None:
@@ -345,8 +344,8 @@ class GraphedBackend:
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
         """Replayed from a capture if it is narrow and begins at slot 0.
 
-        A row's tokens are written to its slot in their order, and a mask tells which of them each token follows. Unless
-        the kernels compute it, the masked tokens between those of a branch's path therefore change how it is rounded.
+        A row's tokens are written to its slot in order, and a mask tells which of them each token follows. Without the
+        kernels, masked tokens between those of a branch's path therefore change its rounding.
         """
         table = tree_table(segments)
         starts, counts = table.starts, table.counts
@@ -417,15 +416,15 @@ class GraphedBackend:
     def _bucket(self, starts: Sequence[int], width: int, end: int) -> Bucket | None:
         """The bucket of forwards that write positions below `end`; None if they must run eagerly.
 
-        If the cache must grow for it, all graphs are dropped, since they have its addresses. That costs little: the
-        cache doubles, so it grows rarely, and a longer attended length needs new graphs anyway.
+        If the cache must grow, all graphs are dropped, since they have its addresses. That costs little: the cache
+        doubles, so it grows rarely, and a longer attended length needs new graphs anyway.
         """
         if self._graphs.reason is not None or not self.cache.allocated:
             return None
         bucket = self.cache.bucket(starts, width, end)
         if bucket is not None:
             self.cache.hold(bucket.rows, max(bucket.attended, end + SPARE))
-            if self.shape_independent:  # the kernels skip what is behind a row's end: one capture for all lengths
+            if self.shape_independent:  # the kernels skip positions after a row's end: one capture for all lengths
                 bucket = replace(bucket, attended=self.cache.held[1])
         if self._captured_moves != self.cache.moves:
             self._graphs.clear()
@@ -454,9 +453,9 @@ class GraphedBackend:
 def make_graphs_faster(backend: GraphedBackend, own_logits: OwnLogits) -> None:
     """Add grouped attention, fused layers and then Triton kernels to a model whose linear layers are fused.
 
-    Each of these stays only if the logits remain the model's own; a warning names the one that does not.
+    Each stays only if the logits remain the model's own; a warning names any that does not.
     """
-    if not any(map(is_fused, backend.model.modules())):  # else an earlier decoder has done it
+    if not any(map(is_fused, backend.model.modules())):  # otherwise an earlier decoder has done so
         group_queries(backend.eager, own_logits)
         layers = fuse_layers(backend.eager, own_logits)
         reason = _use_kernels(backend, layers) if layers else None
@@ -469,7 +468,7 @@ def make_graphs_faster(backend: GraphedBackend, own_logits: OwnLogits) -> None:
 
 
 def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, FusedLayer]]) -> str | None:
-    """Turn the kernels on if they give the layers' own numbers. Returns None, or the reason why they stay off."""
+    """Turn the kernels on if they give the layers' own results. Returns None, or the reason they stay off."""
     if not has_kernels():
         return "Triton is not installed"
     reasons = (why_no_kernels(forward.plain) for _, forward in layers)
@@ -486,7 +485,7 @@ def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, Fuse
     except Exception as failed:  # kernels are compiled at first use, by compilers that may raise anything
         return f"the kernels cannot be compiled or run: {first_line(failed)}"
     if error > tolerance(backend.model):
-        return f"the kernels give other numbers (by {error:.2g} of what they add)"
+        return f"the kernels give different results (by {error:.2g} of what they add)"
     for (_, forward), ops in zip(layers, kernels, strict=True):
         forward.ops = ops
     return None
@@ -501,7 +500,7 @@ def _use_stack(backend: GraphedBackend) -> str | None:
     try:
         plan = plan_of_model(model, backend.eager.masks.windows)
         stack = stack_of(model, plan, modules)
-        a_few_logits(rerun)  # allocates keys and values, without which layers do not compute by kernels
+        a_few_logits(rerun)  # allocates keys and values, which the layers' kernels need
         expected = a_few_logits(rerun)
         rerun.use_stack(stack)
         error = difference(a_few_logits(rerun), expected)
@@ -510,6 +509,6 @@ def _use_stack(backend: GraphedBackend) -> str | None:
     except Exception as failed:  # as above: other kernels
         return f"the kernels cannot be compiled or run: {first_line(failed)}"
     if error > tolerance(model):
-        return f"in one forward of kernels they give other logits (by {error:.2g})"
+        return f"in one forward of kernels they give different logits (by {error:.2g})"
     backend.use_stack(stack)
     return None

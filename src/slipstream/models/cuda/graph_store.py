@@ -1,8 +1,8 @@
-"""Captured computations and how many of them to keep: a CUDA graph per shape, replayed with one launch.
+"""Captures computations and decides how many to keep: one CUDA graph per shape, replayed with one launch.
 
-A body is a function without arguments that reads and writes fixed buffers only. Capturing it records the kernels it
-launches together with the addresses they use; a replay runs them again on whatever the buffers hold by then. This
-module knows nothing of shapes. See "CUDA Graphs" in the PyTorch documentation (notes/cuda.html).
+A body is a function without arguments that reads and writes only fixed buffers. Capturing it records the kernels that
+it launches, with the addresses that they use; a replay runs them again on the buffers' current contents. This module
+knows nothing about shapes. See "CUDA Graphs" in the PyTorch documentation (notes/cuda.html).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger("slipstream")
 
 MAX_GRAPHS = 64
 MAX_BYTES = 2 << 30
-REPLAYS = 100  # take about as long as a capture
-FEWEST_CALLS, MOST_CALLS = 16, 1 << 16  # until the next attempt: after the first capture that fails, and after many
+REPLAYS = 100  # that take about as long as a capture
+FEWEST_CALLS, MOST_CALLS = 16, 1 << 16  # before the next attempt: after the first failed capture, and after many
 
 Body = Callable[[], Tensor]
 
@@ -35,8 +35,8 @@ Body = Callable[[], Tensor]
 class Capturer(Protocol):
     """Turns a body into a replay: a function that does the same work and returns the same tensor with new content.
 
-    bytes: device memory that the captures since the last reset hold, evicted ones included: a pool shared by graphs
-    gives its memory back when the last of them is gone.
+    bytes: device memory held by all captures since the last reset, including evicted ones: graphs share a pool, which
+    is freed with the last of them.
     """
 
     @property
@@ -47,7 +47,7 @@ class Capturer(Protocol):
         """Capture a body. It may be run several times, so it must do the same thing each time."""
 
     def reset(self) -> None:
-        """Wait for replays under way; all captures are about to be dropped."""
+        """Wait for running replays; all captures will be dropped next."""
 
 
 class Rerun:
@@ -56,17 +56,17 @@ class Rerun:
     bytes = 0
 
     def capture(self, body: Body) -> Body:
-        """Nothing is captured: calling the returned body runs it again."""
+        """Returns the body itself."""
         return body
 
     def reset(self) -> None:
-        """Holds nothing, so there is nothing to reset."""
+        """Nothing to do."""
 
 
 class CudaCapturer:
     """Captures CUDA graphs on a stream of its own, all in one memory pool.
 
-    The graphs may share memory because they are only ever replayed one after the other on one stream.
+    The graphs can share memory because they are always replayed one after another on one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class CudaCapturer:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": what other threads of a server do with the device must not spoil the capture
+        # "thread_local": a server's other threads may use the device without spoiling the capture
         context = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with _no_collection(), context:
             out = body()
@@ -124,7 +124,7 @@ class NoWaiting(TorchDispatchMode):
     """Raises at any operator of this thread that waits for the device.
 
     Such an operator cannot be captured, and a failed capture costs more than this check. PyTorch's own check
-    (`set_sync_debug_mode`) is for the whole process, whose other threads may wait for the device.
+    (`set_sync_debug_mode`) affects the whole process, whose other threads may wait for the device.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,23 +135,23 @@ class NoWaiting(TorchDispatchMode):
 
 
 def _waits(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """True if the host needs an operator's numbers from the device: as its result, or for the shape of its result."""
+    """True if the host needs numbers from the device: an operator's result, or the shape of its result."""
     name = func._schema.name.removeprefix("aten::")
     if name in ("_to_copy", "copy_"):
         source = args[0] if name == "_to_copy" else args[1]
         target = options.get("device") if name == "_to_copy" else args[0].device
         blocks = not (options.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         return blocks and target is not None and torch.device(target).type != source.device.type
-    if name in ("index", "index_put", "index_put_", "_unsafe_index"):  # counts what a mask selects
+    if name in ("index", "index_put", "index_put_", "_unsafe_index"):  # counts the elements that a mask selects
         return any(index.dtype in (torch.bool, torch.uint8) for index in tree_leaves(args[1]) if index is not None)
-    if options.get("output_size") is not None:  # `repeat_interleave` of a known length
+    if options.get("output_size") is not None:  # `repeat_interleave` with a known length
         return False
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without garbage collection, which might destroy another graph: that is not allowed during a capture."""
+    """Pause garbage collection, which might destroy another graph; that is not allowed during a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -163,7 +163,7 @@ def _no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """How many graphs a backend has captured, and the device memory they take in bytes."""
+    """The number of captured graphs, and their device memory in bytes."""
 
     count: int
     bytes: int
@@ -173,13 +173,13 @@ class GraphMemory:
 
 
 class GraphStore:
-    """Captured bodies by key, at most `max_graphs`: the least recently used makes room for a new one, if that pays.
+    """Captured bodies by key, at most `max_graphs`: a new one replaces the least recently used, if that pays.
 
-    A body that is not captured is run instead, so a shape has the bits of its captures in any case. When captures hold
-    more than `max_bytes`, or more than twice what the first of them took if that is more, nothing new is captured until
-    replays have paid for the present captures. Then all are dropped and captured again as needed, because a shared pool
-    shrinks in no other way. A capture that fails, often because another process has the memory just then, is tried
-    again after more and more calls. reason: why nothing is ever captured; None if captures are tried.
+    Without a capture the body itself runs, so a shape's bits never change. Once captures hold more than `max_bytes`, or
+    more than twice the first capture's memory if that is larger, nothing new is captured until replays have paid for
+    the current captures. Then all are dropped and captured again as needed, because a shared pool cannot shrink
+    otherwise. A failed capture, often due to another process's use of memory, is retried after more and more calls.
+    reason: why nothing is ever captured; None if captures are tried.
     """
 
     def __init__(
@@ -188,12 +188,12 @@ class GraphStore:
         self._owner, self._capturer = owner, capturer
         self._max_graphs, self._max_bytes = max_graphs, max_bytes
         self._saved: OrderedDict[Hashable, Body] = OrderedDict()
-        self._captures = self._replays = self._first_bytes = 0  # since all were dropped
+        self._captures = self._replays = self._first_bytes = 0  # since the last time all were dropped
         self._failures = self._calls_to_wait = 0
         self.reason: str | None = None
 
     def run(self, key: Hashable, body: Body) -> Tensor | None:
-        """What the body returns, by a replay, captured first if need be; None if captures are off or the body fails.
+        """The body's result, by a replay, captured first if needed; None if captures are off or the body fails.
 
         The tensor belongs to the capture: the next run of any key may overwrite it.
         """
@@ -213,13 +213,13 @@ class GraphStore:
         log.warning("%s runs without CUDA graphs: %s", self._owner, reason)
 
     def clear(self) -> None:
-        """Drop all captures, as is needed when a buffer they use has moved."""
+        """Drop all captures; required after a buffer that they use has moved."""
         if self._saved:
             self._drop()
 
     @property
     def memory(self) -> GraphMemory:
-        """How many graphs there are, and the memory of all captures since the last time all were dropped."""
+        """The number of graphs, and the memory of all captures since the last time all were dropped."""
         return GraphMemory(len(self._saved), self._capturer.bytes if self._saved else 0)
 
     def _drop(self) -> None:
@@ -237,7 +237,7 @@ class GraphStore:
                 return None
             self.clear()
         if len(self._saved) >= self._max_graphs and self._replays < REPLAYS * (self._captures - 2 * self._max_graphs):
-            return None  # more shapes take turns than there is room for: each would drive out the next one
+            return None  # more shapes take turns than fit, so each capture would evict the next shape's
         try:
             replay = self._capturer.capture(body)
         except Exception as error:  # a capture runs the model's own code, which may raise anything
@@ -245,7 +245,7 @@ class GraphStore:
             return None
         self._captures, self._failures = self._captures + 1, 0
         self._first_bytes = self._first_bytes or self._capturer.bytes
-        # only now that the new graph holds the pool may old ones go
+        # drop old graphs only now that the new one keeps the pool alive
         while len(self._saved) >= self._max_graphs:
             self._saved.popitem(last=False)
         used = GraphMemory(len(self._saved) + 1, self._capturer.bytes)
@@ -263,13 +263,13 @@ class GraphStore:
     def _uncaptured(self, body: Body) -> Tensor | None:
         try:
             return body()
-        except Exception as error:  # the caller's eager forward needs less memory, and raises what fails there too
+        except Exception as error:  # the caller's eager forward needs less memory, and raises any error that persists
             log.info("%s: %s", self._owner, first_line(error))
             return None
 
 
 def why_not_captured(model: Any) -> str | None:
-    """Why a model cannot be captured, or None if nothing is known against it."""
+    """The reason a model cannot be captured; None if no reason is known."""
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         return f"its weights are on several devices ({', '.join(devices)})"

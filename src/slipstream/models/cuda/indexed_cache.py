@@ -1,7 +1,7 @@
-"""What a captured forward needs of its KV cache: positions given by tensors, and few shapes.
+"""A KV cache for captured forwards, which take positions from tensors and have few shapes.
 
-The buckets: rows rounded up to a power of two, widths to one of `WIDTHS`, the attended length to few multiples of its
-unit.
+Shapes are rounded up to buckets: rows to a power of two, widths to one of `WIDTHS`, the attended length to one of few
+multiples of its unit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from slipstream.models.decoder.attention import Cut
 from slipstream.models.decoder.cache import Layout
 from slipstream.models.hf.interfaces import ModelCache
 
-WIDTHS = (1, 2, 4, 8, 16, 32)  # few: a capture takes as long as 100 replays, and replays of any width take as long
-MAX_TOKENS = 256  # rows times width of a bucket; beyond it the arithmetic hides the launches
+WIDTHS = (1, 2, 4, 8, 16, 32)  # few, since a capture takes as long as 100 replays, and wider replays take hardly longer
+MAX_TOKENS = 256  # limit for rows times width; beyond it, launches take no extra time
 SPARE = WIDTHS[-1]  # positions at the end of every slot where padding is written
 
 
@@ -34,23 +34,18 @@ class Bucket:
 
 @dataclass(frozen=True)
 class IndexedForward:
-    """A forward of R rows of C tokens whose places are in tensors, int64 on the cache's device.
+    """A forward of R rows of C tokens whose places are in tensors, int64 on the cache's device."""
 
-    slots, starts: [R], the slot of each row and the position of its first token. positions, columns: [R, C], the
-    position of each token, and the place in its slot where it is written. attended: how many positions of a slot are
-    read at most. ancestors: [R, C, C], of trees, as in `TreeTable.padded`; None for chains.
-    """
-
-    slots: Tensor
-    starts: Tensor
-    positions: Tensor
-    columns: Tensor
-    attended: int
-    ancestors: Tensor | None = None
+    slots: Tensor  # [R], of each row
+    starts: Tensor  # [R], position of each row's first token
+    positions: Tensor  # [R, C], of each token
+    columns: Tensor  # [R, C], the place in its slot to which each token is written
+    attended: int  # positions of a slot that are read, at most
+    ancestors: Tensor | None = None  # [R, C, C], of trees, as in `TreeTable.padded`; None for chains
 
 
 class IndexedCache(ModelCache):
-    """A slot cache that can also be indexed by tensors, so that a replayed graph writes where they point by then.
+    """A slot cache that can also be indexed by tensors, so that a replayed graph writes where they currently point.
 
     forward: the next forward, if it is indexed.
     """
@@ -59,7 +54,7 @@ class IndexedCache(ModelCache):
     spare_positions = SPARE
 
     def index(self, forward: IndexedForward) -> None:
-        """Make the next forward write its columns to its slots and read the first R slots as far as it attends."""
+        """Make the next forward write its columns to its slots, and read R slots up to its attended length."""
         self._slots, self._attended, self._span = slice(0, len(forward.slots)), forward.attended, None
         self._rows, self._columns = forward.slots[:, None], forward.columns
         self._begin([])
@@ -71,7 +66,7 @@ class IndexedCache(ModelCache):
 
     @property
     def spare(self) -> int:
-        """The first of the `SPARE` positions that are for padding."""
+        """The first of the `SPARE` positions, which take padding."""
         return self.held[1] - SPARE
 
     @property
@@ -98,17 +93,12 @@ def _round_units(units: int) -> int:
 
 @dataclass(frozen=True)
 class TreeTable:
-    """The rows of a forward over trees; a row's tokens are in the order in which they are stored in its slot.
-
-    starts: for each row, the position of its first token, which is also that token's place. depths: how far behind it
-    each token's position is. follows: for each token, the tokens of its row that it sees, by position; the last is the
-    token itself.
-    """
+    """The rows of a forward over trees; a row's tokens are in the order in which they are stored in its slot."""
 
     slots: list[int]
-    starts: list[int]
-    depths: list[list[int]]
-    follows: list[list[list[int]]]
+    starts: list[int]  # position of each row's first token, which is also that token's place
+    depths: list[list[int]]  # each token's position, counted from its row's start
+    follows: list[list[list[int]]]  # for each token, the tokens of its row that it sees, by position; itself last
 
     @property
     def counts(self) -> list[int]:
@@ -124,7 +114,7 @@ class TreeTable:
     def padded(self, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Depths [rows, width]; whether a token sees another [rows, width, width]; and what it sees at each depth.
 
-        The last is [rows, width, width], too: entry [r, t, d] is the token at depth d of the text that ends with token
+        The last is also [rows, width, width]: entry [r, t, d] is the token at depth d on the path that ends with token
         t. Padding sees its row's first token.
         """
         depths = torch.zeros(rows, width, dtype=torch.int64)
@@ -175,7 +165,7 @@ class TreeBuffers:
 
 
 def pinned(values: Tensor, device: torch.device) -> Tensor:
-    """Values in memory from which a GPU can copy while the host goes on; the allocator keeps it until that is done."""
+    """Values in pinned memory, from which a GPU copies asynchronously; the allocator keeps it that long."""
     return values.pin_memory() if device.type == "cuda" else values
 
 

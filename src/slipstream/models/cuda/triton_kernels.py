@@ -1,13 +1,13 @@
 """A decoder layer in ten kernels, instead of some forty operators.
 
-At decoding widths each operator is a kernel of a few microseconds, whatever its size, so their number decides the time.
-The kernels round where the model's own operators do. A token's bits depend on no other token of the forward but those
-it attends to: every sum runs in an order that the layer's sizes and the token's position alone decide, whatever the
-width, the batch and the length that is read. So no kernel may be compiled anew for another number of tokens
-(`do_not_specialize`), and none adds atomically.
+For few tokens, each operator is a kernel of a few microseconds, whatever its size, so their number determines the time.
+The kernels round where the model's own operators do. A token's bits depend only on tokens to which it attends: the
+order of every sum depends only on the layer's sizes and the token's position, not on the width, the batch or the length
+that is read. So no kernel may be recompiled for another number of tokens (`do_not_specialize`), and none adds
+atomically.
 
 Shapes: R rows of W tokens, T = R * W; heads of D numbers, a power of two; S slots of P positions. Products that are
-divided along their inputs come in parts, float32, [splits, T, outputs], which the next kernel adds up in order.
+split along their inputs consist of parts, float32, [splits, T, outputs], which the next kernel adds in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def _rows_of(x, first, tokens, inner, inputs, inside, rows: tl.constexpr):
-    """Some inputs of a tile's tokens; zeros beyond the last token."""
+    """A few inputs of a tile's tokens; zeros after the last token."""
     row = first + tl.arange(0, rows)
     place = row[:, None].to(tl.int64) * inner + inputs[None, :]
     return tl.load(x + place, mask=(row < tokens)[:, None] & inside[None, :], other=0.0)
@@ -96,7 +96,7 @@ def product(
 
 @triton.jit
 def _summed(parts, place, inside, stride, splits: tl.constexpr, dtype: tl.constexpr):
-    """Numbers of a product: the sums of its parts, which are `stride` apart, added in order and rounded."""
+    """The sum of a product's parts, which are `stride` apart, added in order and rounded."""
     total = tl.load(parts + place, mask=inside, other=0.0)
     for split in tl.static_range(1, splits):
         total += tl.load(parts + split * stride + place, mask=inside, other=0.0)
@@ -132,7 +132,7 @@ def add_norm(
     rounds_first: tl.constexpr,
     block: tl.constexpr,
 ):
-    """For one token, x (normalized if `has_after`) plus `residual` -> `summed`; that normalized -> `out`.
+    """For one token, x (normalized if `has_after`) plus `residual` -> `summed`; its norm -> `out`.
 
     x: [T, size], or parts of it; residual, summed, out: [T, size]; weights: [size], float32.
     """
@@ -342,7 +342,7 @@ def combine_chunks(
 ):
     """Combines the chunks of a head of a token to its attention, `together` at a time. out: [T, heads, D].
 
-    Chunks behind a token's position add zeros, so that neither their number nor the row's other tokens matter.
+    Chunks after a token's position add zeros, so neither their number nor the row's other tokens matter.
     """
     row, column, head = tl.program_id(0) // count, tl.program_id(0) % count, tl.program_id(1)
     columns, numbers = tl.arange(0, size), tl.arange(0, together)

@@ -23,23 +23,23 @@ from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, Norm, Ro
 from slipstream.models.decoder.fused_linear import is_plain
 from slipstream.models.decoder.plan import ACTIVATIONS, DecoderPlan, LayerPlan, UnknownLayerError
 
-CHUNK = 128  # positions that one program attends to: a fixed number, so that bits do not depend on the length read
+CHUNK = 128  # positions per program: fixed, so that bits do not depend on the length read
 STEP = 64  # positions of a chunk in one product
-ROWS = 16  # queries of one program: a fixed number, so that bits do not depend on the width
+ROWS = 16  # queries per program: fixed, so that bits do not depend on the width
 TOGETHER = 16  # chunks that are combined at a time
-PARTIAL_BYTES = 1 << 27  # largest memory of the chunks' sums; where they would take more, columns attend in turns
+PARTIAL_BYTES = 1 << 27  # memory limit for the chunks' sums; beyond it, columns attend in turns
 LARGEST_HEAD = 256
 GATE_BLOCK = 1024
 COLUMNS = 64  # outputs of one program
 STEP_BYTES = 256  # bytes of each output's weights that are read at a time
-PROGRAMS = 256  # this many keep a GPU's memory busy; products with fewer are split along their inputs
+PROGRAMS = 256  # enough to keep a GPU's memory busy; products with fewer are split along their inputs
 MAX_SPLITS, LEAST_STEPS = 8, 4  # most splits of a product, fewest steps of a split
 Factors = tuple[Tensor, float]  # of a norm, float32, and its epsilon
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program of a product computes; none of it changes a bit, see `triton_kernels.product`."""
+    """The part of a product that one program computes; it changes no bit, see `triton_kernels.product`."""
 
     tiles: int
     rows: int
@@ -57,14 +57,14 @@ LARGEST_TILE = Tile(4, 32, 2 * COLUMNS, 8, 2)
 
 
 def tile_for(tokens: int) -> Tile:
-    """The tile of a product of so many tokens."""
+    """The tile for a product of this many tokens."""
     return next((tile for max_tokens, tile in TILES.items() if tokens <= max_tokens), LARGEST_TILE)
 
 
 def splits_for(inner: int, outputs: int, step: int) -> int:
-    """Into how many parts a product is split along its inputs.
+    """The number of parts into which a product is split along its inputs.
 
-    The number depends on the layer's sizes alone, since bits depend on it.
+    It depends only on the layer's sizes, since bits depend on it.
     """
     splits, programs, steps = 1, -(-outputs // COLUMNS), -(-inner // step)
     while splits < MAX_SPLITS and splits * programs < PROGRAMS and steps >= 2 * splits * LEAST_STEPS:
@@ -118,15 +118,15 @@ def _splits(product: Tensor) -> int:
 
 
 def _stride(product: Tensor) -> int:
-    """From one part of a product to the next."""
+    """The distance from one part of a product to the next, in numbers."""
     return product.shape[-2] * product.shape[-1]
 
 
 class TritonOps:
-    """A layer by Triton kernels in an `IndexedForward`; in all others by the plain operators."""
+    """A layer computed by Triton kernels in an `IndexedForward`, and by plain operators in all other forwards."""
 
     def __init__(self, ops: LayerOps) -> None:
-        """ops: for which `why_no_kernels` returns None; Triton must be installed."""
+        """ops: ops for which `why_no_kernels` returns None; Triton must be installed."""
         self._plain = ops
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
         self._activation = ACTIVATIONS[ops.plan.activation]
@@ -187,7 +187,7 @@ class TritonOps:
     def _add_norm(
         self, x: Tensor, residual: Tensor | None = None, after: Factors | None = None, following: Factors | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [T, H], put through the norm `after` if given, plus the residual; and the `following` norm of that sum.
+        """x [T, H], after the norm `after` if given, plus the residual; and the `following` norm of that sum.
 
         x: may be parts of a product, if there is a residual.
         """
@@ -281,7 +281,7 @@ class TritonOps:
         rows, width = forward.columns.shape
         group, chunks, is_tree = self.heads // self.key_heads, sums[0].shape[2], forward.ancestors is not None
         calls = [((-(-count * group // ROWS), chunks), is_tree, False)]
-        if is_tree:  # a second call for the trees' own tokens, each in a program of its own
+        if is_tree:  # a second call for the trees' own tokens, one program each
             calls.append(((count * -(-group // ROWS), -(-width // CHUNK) + 1), False, True))
         for (blocks, chunks_read), before_own, is_branch in calls:
             _kernels().attend_chunk[(rows * self.key_heads, blocks, chunks_read)](
@@ -326,7 +326,7 @@ class TritonOps:
 
 
 class TritonStack:
-    """A model's forward by kernels alone, except its embedding and rotations, which treat each token by itself."""
+    """A model's forward entirely by kernels, except its embedding and rotations, which treat each token by itself."""
 
     def __init__(self, model: Any, plan: DecoderPlan, layers: Sequence[FusedLayer]) -> None:
         """layers: all of the model's, with `TritonOps`. Raises `UnknownLayerError` if the kernels do not suffice."""
@@ -380,7 +380,7 @@ def stack_of(model: Any, plan: DecoderPlan, modules: Sequence[nn.Module]) -> Tri
 
 
 def uses_kernels(model: Any) -> bool:
-    """True if a model's layers compute by the kernels; all of them do, or none."""
+    """True if the kernels compute a model's layers, all of them or none."""
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     fused = [forward for forward in forwards if isinstance(forward, FusedLayer)]
     return bool(fused) and all(isinstance(forward.ops, TritonOps) for forward in fused)
@@ -392,14 +392,14 @@ def has_kernels() -> bool:
 
 
 def _kernels() -> Any:
-    """The module of kernels, which imports Triton. Layers do not keep it, since they may be copied with their model."""
+    """The module of kernels, which imports Triton. Layers do not store it, since models may be copied."""
     from slipstream.models.cuda import triton_kernels
 
     return triton_kernels
 
 
 def why_no_kernels(ops: LayerOps) -> str | None:
-    """Why the kernels cannot compute a layer; None if they can."""
+    """The reason the kernels cannot compute a layer; None if they can."""
     if ops.size != _power_of_two(ops.size) or not ROWS <= ops.size <= LARGEST_HEAD:
         return f"{ops.size} numbers in a head; allowed: a power of two from {ROWS} to {LARGEST_HEAD}"
     plan = ops.plan

@@ -1,1 +1,1 @@
-"""A decoder's parts that fast forwards share, on any device: layers, attention, KV cache and recurrent states."""
+"""The parts of a decoder that all devices share: layers, attention, KV cache and recurrent states."""

@@ -1,4 +1,4 @@
-"""What surrounds a model's decoder layers: the module that calls them, its rotations, and a check that it is all."""
+"""The surroundings of a model's decoder layers: rotations, a second embedding, and a check that nothing else runs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from slipstream.models.decoder.plan import DecoderPlan, UnknownLayerError
 
 STATIC = frozenset(
     ("default", "linear", "llama3", "yarn", "proportional")
-)  # kinds of RoPE whose angles depend on the position alone
+)  # types of RoPE whose angles depend only on the position
 
 
 class Rotations:
     """A model's rotary cosines and sines by position, for each type of layer that has its own.
 
-    If they depend on the position alone, they are computed once and then read from a table.
+    If they depend only on the position, they are computed once and then read from a table.
     """
 
     def __init__(self, module: nn.Module | None, kinds: Sequence[str], plan: DecoderPlan) -> None:
-        """module: None if no layer rotates. kinds: the types of the model's layers, without repeats."""
+        """module: None if no layer rotates. kinds: the distinct types of the model's layers."""
         rope_types = getattr(module, "rope_type", None)
         self._module, self._plan = module, plan
         self._options: list[dict[str, str]] = [] if module is None else [{}]
@@ -53,7 +53,7 @@ class Rotations:
         ]
 
     def computed(self, hidden: Tensor, positions: Tensor) -> list[Rope]:
-        """What `ropes` returns, computed by the model's own module instead of read from the table."""
+        """The result of `ropes`, computed by the model's own module instead of read from the table."""
         module: Any = self._module
         ropes = (module(hidden, positions, **options) for options in self._options)
         return [angles(rope, positions, hidden.dtype, self._plan.layers[0]) for rope in ropes]
@@ -71,9 +71,9 @@ def layer_rotations(model: Any, inner: nn.Module, plan: DecoderPlan) -> tuple[Ro
 def layer_inputs(
     inner: nn.Module, plan: DecoderPlan, tokens: Tensor, entering: Tensor, norm: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """[B, W, layers, numbers]: what a second embedding gives each layer for tokens [B, W].
+    """Each layer's numbers from a second embedding, [B, W, layers, numbers], for tokens [B, W].
 
-    inner: see `decoder_module`; entering: [B, W, H], what enters the first layer; norm: computes that of the plan.
+    inner: see `decoder_module`; entering: [B, W, H], the first layer's input; norm: computes the plan's norm.
     """
     second: Any = plan.second_embedding
     projected = inner.get_submodule(second.projection)(entering) * second.projected
@@ -88,7 +88,8 @@ def check_nothing_between(model: Any, layers: Sequence[nn.Module], plan: Decoder
     """Raise `UnknownLayerError` where a model's embedding, layers, norm and output layer are not connected as planned.
 
     In a forward of two tokens, each of these modules must receive exactly the bits that the one before it returned; the
-    first layer and the caller, what `plan` makes of them; each layer, its numbers of a second embedding.
+    first layer and the caller must receive what `plan` makes of them, up to rounding, and each layer its numbers from a
+    second embedding.
     """
     inner = decoder_module(model, plan)
     norm = inner.get_submodule(plan.last_norm)
@@ -123,4 +124,4 @@ def check_nothing_between(model: Any, layers: Sequence[nn.Module], plan: Decoder
         own_norm = inner.get_submodule(plan.second_embedding.norm)
         for_layers = layer_inputs(inner, plan, ids, calls[1][1], own_norm).unbind(2)
         if len(received) != len(for_layers) or not all(map(torch.equal, received, for_layers)):
-            raise UnknownLayerError("it gives its layers other numbers of its second embedding")
+            raise UnknownLayerError("it gives its layers different numbers from its second embedding")

@@ -1,8 +1,8 @@
 """Grouped attention, in which the query heads that share a key head are rows of one product, and a model's masks.
 
-Transformers repeats keys and values for every query head, which at decoding widths moves more bytes than attention
-itself reads. The specification is transformers' own "sdpa" attention. Rows come in multiples of `ROWS`, because CPU
-kernels, which work in blocks of 32 or more, treat one, two or three rows differently and would round differently.
+Transformers repeats keys and values for every query head; for few tokens that moves more bytes than attention itself
+reads. The specification is transformers' own "sdpa" attention. Rows come in multiples of `ROWS`, because CPU kernels
+work in blocks of 32 or more, and round one, two or three rows differently.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from slipstream.errors import SlipstreamError
 GROUPED = "slipstream_grouped"
 ROWS = 4
 LONG = 33  # a forward of at least this many columns is a prompt
-BLOCK = 64  # columns of a prompt that attend together; each block reads the cache only up to its last column
+BLOCK = 64  # columns of a prompt that attend together; a block reads the cache only up to its last column
 _UNSUPPORTED = ("sinks", "position_bias")  # options that grouped attention does not implement
-STATEFUL = frozenset(("linear_attention", "conv"))  # kinds of layers without a mask
+STATEFUL = frozenset(("linear_attention", "conv"))  # types of layers without a mask
 
 
 def group_mask(allowed: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask for the grouped rows.
+    """The additive mask for grouped rows.
 
     allowed: [B, 1, W, S] bool -> [B, 1, repeats * W rounded up to a multiple of `ROWS`, S].
     """
@@ -42,37 +42,29 @@ class UngroupableError(SlipstreamError):
 
 @dataclass(frozen=True)
 class Cut:
-    """Successive tokens of one row that attend by themselves, apart from other rows.
+    """Successive tokens of one row that attend separately from other rows."""
 
-    token, count: index of the first of them in the forward, and how many there are. row, start: the row of the keys
-    that they attend to, and the position of the first token. column, width: the columns of the mask that are theirs;
-    results beyond the first `count` columns are dropped.
-    """
-
-    row: int
-    token: int
-    column: int
-    width: int
-    count: int
-    start: int
+    row: int  # of the keys that they attend to
+    token: int  # index of the first token in the forward
+    column: int  # their first column in the mask
+    width: int  # columns in the mask; results beyond the first `count` are dropped
+    count: int  # tokens
+    start: int  # position of the first token
 
 
 @dataclass(frozen=True)
 class Block:
-    """`width` tokens from index `token` of the forward on, which attend together to row `row` of the keys.
+    """Tokens of a forward that attend together to one row of the keys."""
 
-    Only the first `count` results are used. mask: grouped, [1, 1, rows, length], over the positions that they read.
-    """
-
-    row: int
-    token: int
-    width: int
-    count: int
-    mask: Tensor
+    row: int  # of the keys
+    token: int  # index of the first token in the forward
+    width: int  # tokens
+    count: int  # results that are used, from the first on
+    mask: Tensor  # grouped, [1, 1, rows, length], over the positions that they read
 
 
 def cut_mask(mask: Tensor, cuts: Sequence[Cut], attended_lengths: Sequence[int]) -> list[Block]:
-    """Divide the grouped mask [1, 1, rows, length] of all columns, the last of which belong to the cuts, into blocks.
+    """Divide the grouped mask [1, 1, rows, length] of all columns into the blocks of these cuts, its last columns.
 
     attended_lengths: ascending; a block reads the first of these lengths that covers it, or else the full length. If
     there are none, each cut is one block.
@@ -94,11 +86,11 @@ def cut_mask(mask: Tensor, cuts: Sequence[Cut], attended_lengths: Sequence[int])
 
 @dataclass(frozen=True)
 class Scores:
-    """How a layer makes scores of the products of queries and keys."""
+    """How a layer turns the products of queries and keys into scores."""
 
-    scaling: float | None = None  # None: 1 / the root of a head's size
+    scaling: float | None = None  # None: 1 / sqrt(head size)
     soft_cap: float = 0.0  # 0: none
-    sinks: Tensor | None = None  # [heads]: a score more for each head, without a value
+    sinks: Tensor | None = None  # [heads], an extra score for each head, without a value
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: Scores) -> Tensor:
@@ -113,7 +105,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: Scores
     if real % ROWS:
         rows = pad(rows, (0, 0, 0, -real % ROWS))
     if form.soft_cap or form.sinks is not None:
-        dtype = rows.dtype if form.sinks is None else torch.float32  # sinks need not be near the other scores
+        dtype = rows.dtype if form.sinks is None else torch.float32  # sinks can be far from the other scores
         scores = rows.to(dtype) @ key.transpose(2, 3).to(dtype) * (size**-0.5 if form.scaling is None else form.scaling)
         if form.soft_cap:
             scores = torch.tanh(scores / form.soft_cap) * form.soft_cap
@@ -142,16 +134,16 @@ def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer's attention heads: query heads per key head, key heads, numbers in a head, and their type."""
+    """A layer's attention heads."""
 
-    repeats: int
+    repeats: int  # query heads per key head
     key_heads: int
-    size: int
+    size: int  # numbers in a head
     dtype: torch.dtype
 
 
 def attended_length_agrees(heads: Heads, width: int, length: int, full_length: int) -> bool:
-    """True if `width` columns get the same bits from `length` positions as from `full_length`, wherever they end."""
+    """True if `width` columns get the same bits from `length` as from `full_length` positions, wherever they end."""
     generator = torch.Generator().manual_seed(length + width)
     shapes = (heads.key_heads * heads.repeats, width), (heads.key_heads, full_length), (heads.key_heads, full_length)
     query, key, value = (
@@ -180,8 +172,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """query: [B, heads, W, D]; key, value: [B, key heads, S, D]; attention_mask: as `group_mask` makes it.
 
-    s_aux: the sinks, see `Scores`. Returns [B, W, heads, D]. If the mask has another shape, such as the one
-    transformers builds, transformers' own attention computes the call, unless it knows no cap and no sinks.
+    s_aux: the sinks, see `Scores`. Returns [B, W, heads, D]. A mask of another shape, such as transformers builds, goes
+    to transformers' own attention, unless there is a cap or sinks, which that does not support.
     """
     if unsupported := [name for name in _UNSUPPORTED if options.get(name) is not None]:
         raise UngroupableError(f"its attention uses {unsupported[0]}")
@@ -194,7 +186,7 @@ def grouped_attention(
         allowed = allowed[None, None] if attention_mask is None else attention_mask
         mask = group_mask(allowed, query.shape[1] // key.shape[1], query.dtype)
     else:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward  # the caller, which is imported
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward  # its caller imported it
 
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
@@ -205,22 +197,22 @@ def grouped_attention(
 
 
 def repeats_of(config: Any) -> int | None:
-    """How many query heads share a key head, or None where heads are not laid out that way."""
+    """The number of query heads that share a key head; None if heads are arranged differently."""
     heads = getattr(config, "num_attention_heads", None)
     try:
         key_heads = getattr(config, "num_key_value_heads", None) or heads
-    except RuntimeError:  # transformers, of a field that differs from layer to layer
+    except RuntimeError:  # transformers raises it for a field that differs between layers
         return None
     if not isinstance(heads, int) or not isinstance(key_heads, int) or heads % key_heads:
         return None
     return heads // key_heads
 
 
-Masks = Tensor | dict[str, Tensor] | dict[str, Tensor | None] | None  # one for all layers, or one per kind
+Masks = Tensor | dict[str, Tensor] | dict[str, Tensor | None] | None  # one for all layers, or one per type of layer
 
 
 def unmasked_window(model: Any) -> int | None:
-    """The sliding window of a transformers model that applies it to its cache but not to its masks; else None.
+    """The sliding window of a model that applies it to its cache but not to its masks; else None.
 
     With such a model (Moshi), `generate` reads a prompt without a window, and the tokens after it with one.
     """
@@ -235,10 +227,10 @@ def unmasked_window(model: Any) -> int | None:
 
 
 class MaskBuilder:
-    """Builds the masks a model's layers expect.
+    """Builds the masks that a model's layers expect.
 
-    repeats: query heads per key head if attention is grouped, else None. windows: for each layer, how many positions a
-    token sees, itself included; None if it sees all.
+    repeats: query heads per key head if attention is grouped, else None. windows: see `LayerPlan.window`, one per
+    layer.
     """
 
     def __init__(self, model: Any) -> None:
@@ -257,9 +249,9 @@ class MaskBuilder:
     ) -> Tensor | dict[str, Tensor]:
         """The mask of queries at positions [B, W] over keys at positions [S], or [B, 1, 1, S] if rows differ.
 
-        visible: [B, 1, W, S], which of the earlier keys a query may see; None: all. block: first position and end of
-        keys that all queries see. Returns [B, 1, W, S] (if grouped, the shape of `group_mask`), or a dict of one mask
-        per kind of attention if the layers differ.
+        visible: [B, 1, W, S], the earlier keys that a query may see; None: all. block: first position and end of keys
+        that all queries see. Returns [B, 1, W, S] (if grouped, as `group_mask`), or a dict with a mask per type of
+        layer if they differ.
         """
         last = queries[:, None, :, None]
         causal = keys <= last if visible is None else (keys <= last) & visible
@@ -278,7 +270,7 @@ class MaskBuilder:
         return dict.fromkeys(self._kinds, empty) if len(self._kinds) > 1 else empty
 
     def build_hybrid(self, queries: Tensor, keys: Tensor) -> dict[str, Tensor | None] | None:
-        """`build` for a model with recurrent layers, which take no mask; None if all its layers are recurrent."""
+        """`build` for a model with recurrent layers, which take no mask; None if all layers are recurrent."""
         if not self._kinds:
             return None
         built = self.build(queries, keys)
@@ -286,7 +278,7 @@ class MaskBuilder:
         return {**dict.fromkeys(STATEFUL), **masks}
 
     def _form(self, allowed: Tensor) -> Tensor:
-        """The mask that the model's attention takes, from a boolean one."""
+        """A boolean mask, converted to what the model's attention takes."""
         if self.repeats is not None:
             return group_mask(allowed, self.repeats, self._dtype)
         if not self._is_eager:

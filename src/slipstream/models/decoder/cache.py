@@ -1,16 +1,16 @@
-"""Slot-addressed KV cache for Hugging Face models, written at explicit slots and positions: rows, ragged rows, trees.
+"""Slot-addressed KV cache for Hugging Face models: rows, ragged rows and trees write at explicit slots and positions.
 
-A rejected token is simply overwritten. Positions are reserved for the longest text that a row may become; memory is
-allocated only as far as forwards have written, and doubles when they write further.
+A rejected token is simply overwritten. Positions are reserved for a row's greatest possible length; memory is allocated
+only as far as forwards have written, and doubles when they write further.
 
-In a ragged forward the tokens of several rows come one after the other, without padding. Everything in a layer but
-attention treats each token by itself, so the layer's products see [1, T]. For attention, rows of few
-tokens are laid out as a rectangle and longer rows attend one by one. Where a row has fewer tokens than the rectangle
-has columns, the tokens that follow it, which belong to other rows, fill them; their results are dropped.
+A ragged forward joins the tokens of several rows end to end, without padding. Except for attention, a layer treats each
+token by itself, so its products see [1, T]. For attention, rows of few tokens are arranged in a rectangle, and longer
+rows attend one by one. Where a row has fewer tokens than the rectangle has columns, the next rows' tokens fill the
+columns; their results are dropped.
 
-Over a draft tree each chain of the tree attends as a row of its own, whose keys are gathered along its path, so a token
-gets the bits that it would get in a row without branches. Keys and values of branches are written behind those of the
-main chain, and only the positions that differ are gathered from there.
+In a draft tree each chain attends as a row of its own, whose keys are gathered along its path, so a token gets the same
+bits as in a row without branches. Keys and values of branches are written after those of the main chain, and only the
+positions that differ are gathered from there.
 """
 
 from __future__ import annotations
@@ -33,34 +33,32 @@ from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.decoder.attention import LONG, ROWS, Block, Cut, Scores, attend, cut_mask
 from slipstream.models.decoder.recurrence import RecurrentStates
 
-NOWHERE = 1 << 62  # a position behind all others
-ATTENDED_UNIT = 256  # attention reads the cache up to the next multiple of this, unless calibration found another
-FIRST_POSITIONS = 512  # allocated in every slot at first, if as many are reserved: most texts are shorter
-KEYS_AND_VALUES = ("cache", "past_key_values")  # transformers' argument: its new name, and the old one it still accepts
-ROW, CALL = 3, 12  # fixed cost, in columns, of a row of the rectangle and of attention for a row on its own
+NOWHERE = 1 << 62  # a position after all others
+ATTENDED_UNIT = 256  # attention reads the cache up to the next multiple of this, unless calibration chose another
+FIRST_POSITIONS = 512  # allocated per slot at first, if that many are reserved: most rows stay shorter
+KEYS_AND_VALUES = ("cache", "past_key_values")  # transformers' argument: its new name, and the old one, still accepted
+ROW, CALL = 3, 12  # fixed cost, in columns, of a row in the rectangle, and of a row that attends separately
 
 
 @dataclass(frozen=True)
 class TreeRows:
     """The rows of a forward over draft trees: one per segment, S in all, each reading one slot of a KV cache.
 
-    slots: [S], the slot of each row. A key's place in its slot is its position, except for N keys of branches: the key
-    at position positions[n] of row rows[n] is stored at places[n]. cells: row and column of each of the T new tokens in
-    the rectangle of all rows. into: slot and place to which each new token is written. forks, begins, paths: from
-    position forks[t] on, token t sees the keys at places paths[begins[t]], paths[begins[t] + 1], ... of its slot.
-    reach: the first slot and place behind all that are written.
+    A key's place in its slot is its position, except for N keys of branches: the key at position positions[n] of row
+    rows[n] is stored at places[n]. From position forks[t] on, new token t of T sees the keys at places
+    paths[begins[t]], paths[begins[t] + 1], ... of its slot.
     """
 
-    slots: Tensor
-    rows: Tensor
-    positions: Tensor
-    places: Tensor
-    cells: tuple[Tensor, Tensor]
-    into: tuple[Tensor, Tensor]
-    forks: Tensor
-    begins: Tensor
+    slots: Tensor  # [S], the slot of each row
+    rows: Tensor  # [N]
+    positions: Tensor  # [N]
+    places: Tensor  # [N]
+    cells: tuple[Tensor, Tensor]  # row and column of each new token in the rectangle of all rows
+    into: tuple[Tensor, Tensor]  # slot and place to which each new token is written
+    forks: Tensor  # [T]
+    begins: Tensor  # [T]
     paths: Tensor
-    reach: tuple[int, int]
+    reach: tuple[int, int]  # the first slot and place after all that are written
 
     def gathered(self, cached: Tensor, length: int) -> Tensor:
         """[S, heads, length, size] of keys or values [slots, heads, positions, size]."""
@@ -117,15 +115,15 @@ class SlotLayer:
         self.values: Any = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """`SlotCache.update` writes; a layer on its own does not know where."""
+        """Raises: only `SlotCache.update` knows where to write."""
         raise SlipstreamError("a slot layer is written through its cache")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask is always given, so this is informative only."""
+        """Only informative, since the mask is always passed."""
         return self.get_max_length(), 0
 
     def get_seq_length(self) -> int:
-        """Positions are always given, so no length is implied."""
+        """Unused, since positions are always passed."""
         return 0
 
     def get_max_length(self) -> int:
@@ -138,25 +136,20 @@ class SlotCache:
     `place`, `place_ragged` and `place_tree` decide where the next forward writes. In a ragged forward, long rows attend
     one by one; a long prompt attends block by block.
 
-    attended_unit, attended_lengths: attention reads up to the first of these lengths that suffices, else up to a
-    multiple of the unit. tree: the rows of the next forward if it is over draft trees. layout: its layout if it is
-    ragged. prepared: what all compiled layers share in that forward. shape: slots and positions reserved; held: slots
-    and positions with allocated memory. moves: grows whenever keys and values may have moved in memory. states: of the
-    recurrent layers, if there are any. spare_positions: positions allocated behind every text. dtype: of keys and
-    values; None for that of the layers.
     """
 
-    states: RecurrentStates | None = None
-    dtype: torch.dtype | None = None
-    spare_positions = 0
-    sees_ahead = False  # tokens of the next forward see later ones, so that its mask is not causal
+    states: RecurrentStates | None = None  # of recurrent layers, if there are any
+    dtype: torch.dtype | None = None  # of keys and values; None for that of the layers
+    spare_positions = 0  # allocated after every row
+    sees_ahead = False  # tokens of the next forward see later ones, so its mask is not causal
 
     def __init__(self, num_layers: int) -> None:
         self.layers = [SlotLayer() for _ in range(num_layers)]
+        # attention reads up to the first of `attended_lengths` that suffices, else to a multiple of `attended_unit`
         self.attended_unit = ATTENDED_UNIT
         self.attended_lengths: tuple[int, ...] = ()
-        self.shape = self.held = (0, 0)
-        self.moves = 0
+        self.shape = self.held = (0, 0)  # slots and positions: reserved, and with allocated memory
+        self.moves = 0  # grows whenever keys and values may have moved in memory
         self._slots = slice(0, 0)
         self._attended = 0
         self._span: slice | None = None
@@ -165,14 +158,14 @@ class SlotCache:
         self._cuts: list[Cut] = []
         self._blocks: dict[int, list[Block]] = {}
         self._rectangles: dict[int, Tensor] = {}
-        self.tree: TreeRows | None = None
-        self.layout: Layout | None = None
-        self.prepared: Any = None
+        self.tree: TreeRows | None = None  # the next forward's rows, if it is over draft trees
+        self.layout: Layout | None = None  # the next forward's layout, if it is ragged
+        self.prepared: Any = None  # shared by all compiled layers in the next forward
         self.hidden: dict[int, SlotLayer] = {}
 
     @property
     def _stored(self) -> list[Any]:
-        """All that is kept of each position: keys and values, and hidden states, stored as the keys of one head."""
+        """All data kept per position: keys and values, and hidden states, stored like the keys of one head."""
         return [*self.layers, *self.hidden.values()]
 
     def reserve(self, rows: int, length: int) -> None:
@@ -180,7 +173,7 @@ class SlotCache:
         slots, positions = self.shape
         if rows > slots or length > positions or positions % self.attended_unit:
             longest = max(length, positions * 3 // 2) if length > positions else positions
-            unit = lcm(self.attended_unit, ATTENDED_UNIT)  # whole units: attention never reads less for want of room
+            unit = lcm(self.attended_unit, ATTENDED_UNIT)  # whole units, so attended lengths fit
             self.shape = max(rows, slots), -(-longest // unit) * unit
             self.moves += 1
             if self.states is not None:
@@ -205,17 +198,17 @@ class SlotCache:
         for layer in self._stored:
             if layer.keys is not None:
                 layer.keys, layer.values = (enlarged(part, slots, positions) for part in (layer.keys, layer.values))
-        self.held = slots, positions  # set last, so that growth that ran out of memory is tried again
+        self.held = slots, positions  # set last: if memory runs out, the next call tries again
 
     def release(self) -> None:
-        """Free the memory of keys and values, with all that was written."""
+        """Free the memory of keys and values; their contents are lost."""
         for layer in self._stored:
             layer.keys = layer.values = None
         self.shape = self.held = (0, 0)
         self.moves += 1
 
     def store_as(self, dtype: torch.dtype | None) -> None:
-        """Keep keys and values in this type from now on. If it is another one, all that was written is dropped."""
+        """Keep keys and values in this type from now on. If the type changes, the contents are lost."""
         if dtype != self.dtype:
             self.dtype = dtype
             self.release()
@@ -223,8 +216,8 @@ class SlotCache:
     def place(self, first_slot: int, starts: list[int], columns: Tensor, *, sees_ahead: bool = False) -> int:
         """Make the next forward write the positions columns[i] of slot first_slot + i, from starts[i] on.
 
-        columns: [rows, width]. sees_ahead: tokens see later ones, as masks say. Returns the attended length, at most
-        the positions reserved.
+        columns: [rows, width]. sees_ahead: tokens see later ones, where the mask allows it. Returns the attended
+        length, at most the reserved positions.
         """
         width = columns.shape[1]
         attends_in_blocks = width >= LONG and self.attended_lengths and len(starts) == 1 and not sees_ahead
@@ -280,8 +273,7 @@ class SlotCache:
     def of_layer(self, layer_idx: int, keys: Tensor, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [slots, heads, positions, size].
 
-        keys, values: [_, heads, _, size], examples from which they are allocated if they are not yet; None: values of
-        the same size.
+        keys, values: [_, heads, _, size], examples for allocating them if needed; values None: of the keys' size.
         """
         layer = self.layers[layer_idx]
         if layer.keys is None:
@@ -296,7 +288,7 @@ class SlotCache:
     def hidden_store(self, layer_idx: int, like: Tensor) -> Tensor:
         """[slots, 1, positions, size]: the memory for the hidden states that enter a layer.
 
-        like: [_, _, size], an example from which it is allocated if it is not yet.
+        like: [_, _, size], an example for allocating it if needed.
         """
         layer = self.hidden[layer_idx]
         if layer.keys is None:
@@ -305,12 +297,12 @@ class SlotCache:
         return layer.keys
 
     def hidden_states(self, layers: Sequence[int], slot: int, start: int, stop: int) -> Tensor | None:
-        """[stop - start, layers * size]: what entered these layers at positions of a slot; None before any forward."""
+        """[stop - start, layers * size]: the hidden states that entered these layers; None before any forward."""
         kept = [keys for i in layers if (keys := self.hidden[i].keys) is not None]
         return torch.cat([keys[slot, 0, start:stop] for keys in kept], -1) if len(kept) == len(layers) else None
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
-        """Move the keys and values at these places of a slot to `start` and the positions behind it."""
+        """Move the keys and values at these places of a slot to `start` and the following positions."""
         index = torch.tensor(places, dtype=torch.int64)
         for layer in self._stored:
             if layer.keys is not None:
@@ -340,13 +332,13 @@ class SlotCache:
         return self._destinations
 
     def blocks(self, mask: Tensor) -> list[Block]:
-        """The blocks into which the grouped mask divides this forward's attention; none if it is computed at once."""
+        """The blocks in which this forward's attention is computed; none if it is computed at once."""
         if self._cuts and id(mask) not in self._blocks:
             self._blocks[id(mask)] = cut_mask(mask, self._cuts, self.attended_lengths)
         return self._blocks.get(id(mask), [])
 
     def rectangle(self, mask: Tensor) -> Tensor | None:
-        """The mask of the rows that attend together in a ragged forward; None if there are none."""
+        """The mask of the rows that attend together in a ragged forward; None if there are no such rows."""
         if self.layout is None or self.layout.into is None:
             return None
         if id(mask) not in self._rectangles:
@@ -360,7 +352,7 @@ class SlotCache:
         return cached[self._slots, :, : self._attended].to(states.dtype)
 
     def _put(self, cached: Tensor, states: Tensor) -> None:
-        """Write states [rows, heads, width, size] where `place` or one of its variants decided."""
+        """Write states [rows, heads, width, size] where `place` or a variant of it decided."""
         if self.tree is not None:
             slots, places = (part.to(cached.device) for part in self.tree.into)
             ragged = states.shape[0] == 1 and states.shape[2] == len(places)
@@ -373,14 +365,14 @@ class SlotCache:
             cached[rows, :, columns] = states.transpose(1, 2)
 
     def _allocate(self, states: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        # zeros, not empty: a masked position still enters a product with weight 0, and 0 times NaN is NaN
+        # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN
         return states.new_zeros(self.held[0], states.shape[1], self.held[1], states.shape[3], dtype=dtype)
 
 
 def in_type(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a cache of this type keeps them, which is what the kernels write.
+    """Keys or values in the type of a cache, converted as the kernels do.
 
-    Numbers beyond the largest one of the type become it, so that none becomes infinite; infinities become NaN.
+    Finite numbers beyond the type's range become its largest number; infinities become NaN.
     """
     if states.dtype == dtype:
         return states
@@ -389,7 +381,7 @@ def in_type(states: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
-    """Keys or values with at least so many slots and positions; the new ones hold zeros."""
+    """Keys or values with at least this many slots and positions; new ones hold zeros."""
     old_slots, heads, old_positions, size = cached.shape
     slots, positions = max(slots, old_slots), max(positions, old_positions)
     if (slots, positions) == (old_slots, old_positions):
@@ -408,25 +400,18 @@ def given_cache(options: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each of the T tokens of a ragged forward is cached, and how they attend.
+    """Where each of the T tokens of a ragged forward is cached, and how they attend."""
 
-    slots, positions: [T], where each token is cached. rows: the slots that attention reads. queries: [1, C], the
-    positions of attention's C columns: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows
-    that attend one by one. into: [B * W], the token in each cell of the rectangle; out_of: [T], the cell of each token;
-    both None without a rectangle. end: the first position that no token attends to. reach: the first slot and position
-    behind all that are written.
-    """
-
-    slots: Tensor
-    positions: Tensor
-    rows: slice
-    queries: Tensor
-    shape: tuple[int, int]
-    into: Tensor | None
-    out_of: Tensor | None
-    cuts: list[Cut]
-    end: int
-    reach: tuple[int, int]
+    slots: Tensor  # [T], where each token is cached
+    positions: Tensor  # [T]
+    rows: slice  # slots that attention reads
+    queries: Tensor  # [1, C], positions of attention's columns: those of the rectangle, then those of `cuts`
+    shape: tuple[int, int]  # B, W of the rectangle
+    into: Tensor | None  # [B * W], the token in each cell of the rectangle; None without a rectangle
+    out_of: Tensor | None  # [T], the cell of each token; None without a rectangle
+    cuts: list[Cut]  # rows that attend one by one
+    end: int  # the first position that no token attends to
+    reach: tuple[int, int]  # the first slot and position after all that are written
 
 
 def lay_out(segments: Sequence[RowSegment | TreeSegment], total: int, widths: Sequence[int] | None) -> Layout:
@@ -481,7 +466,7 @@ def attend_ragged(
     layout: Layout,
     form: Scores,
 ) -> Tensor:
-    """Attention of a ragged forward: of the rectangle, whose mask is `mask`, then of the longer rows' blocks.
+    """Attention in a ragged forward: first the rectangle, whose mask is `mask`, then the longer rows' blocks.
 
     query: [1, heads, T, D]; returns the same shape.
     """
@@ -500,7 +485,7 @@ def attend_ragged(
 
 
 def _prompt_cuts(segments: Sequence[RowSegment | TreeSegment], first: Sequence[int], total: int) -> list[Cut]:
-    """A cut for each segment, as wide as if it were read alone, and one for the padding behind it, if any."""
+    """A cut for each segment, as wide as if it were read alone, and one for the padding at the end, if any."""
     cuts: list[Cut] = []
     for segment, begin, end in zip(segments, first, [*first[1:], total], strict=True):
         width = min(-(-segment.count // PROMPT_UNIT) * PROMPT_UNIT, total - begin)
@@ -521,7 +506,7 @@ def _query_positions(cuts: Sequence[Cut]) -> Tensor:
 
 
 def _rectangle_width(counts: Sequence[int], widths: Sequence[int]) -> int:
-    """The cheapest width of the rectangle: rows that are longer than it attend on their own."""
+    """The cheapest width of the rectangle; longer rows attend separately."""
 
     def cost(width: int) -> int:
         return len(counts) * (ROW + width) + sum(CALL + count for count in counts if count > width)

@@ -1,7 +1,7 @@
 """The plan of each family of models, from its configuration.
 
-A family is a function that changes the plan of Llama where its model differs, and the fields of its configuration that
-it reads. A field that is not among them may say that the model computes something else, so there is no plan then.
+A family is a function that changes Llama's plan where its models differ, and the configuration fields that it handles.
+Any other field may mean that the model computes something else, so such a model gets no plan.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from slipstream.models.decoder.plan import (
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 Family = Callable[[Any, DecoderPlan], DecoderPlan]
 FAMILIES: dict[str, Family] = {}
-FIELDS: dict[str, frozenset[str]] = {}  # of a family beyond `COMMON`
+FIELDS: dict[str, frozenset[str]] = {}  # of each family, in addition to `COMMON`
 
 
 def _names(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-# sizes, and what the plan of Llama reads; biases are seen by the modules that have them, windows by `MaskBuilder`
+# sizes, and fields that Llama's plan handles; modules handle their own biases, `MaskBuilder` the windows
 COMMON = _names(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "hidden_act rms_norm_eps max_position_embeddings original_max_position_embeddings rope_parameters rope_scaling "
@@ -46,14 +46,14 @@ COMMON = _names(
     "max_window_layers initializer_range use_cache pad_token_id bos_token_id eos_token_id eod_token_id "
     "tie_word_embeddings attention_dropout residual_dropout resid_pdrop embd_pdrop embedding_dropout pretraining_tp"
 )
-# computed by the model's own module of rotations
+# handled by the model's own rotary module
 ROTATION = _names(
     "rope_type type rope_theta factor attention_factor original_max_position_embeddings low_freq_factor "
     "high_freq_factor beta_fast beta_slow mscale mscale_all_dim truncate long_factor short_factor long_mscale "
     "short_mscale partial_rotary_factor full_attention sliding_attention max_position_embeddings"
 )
 KINDS = frozenset(("full_attention", "sliding_attention"))
-# fields that no class declares, but whose names say that they change numbers; a factor of 1 is neutral
+# undeclared fields whose names suggest that they change results; a factor of 1 is neutral
 FACTORS = re.compile(r"(?<!initializer_)scal|multipl|gain|mup_")
 LIMITS = re.compile(r"temperature_tuning|soft_?cap|clip|clamp|beta|logn|alpha")
 
@@ -61,7 +61,7 @@ LIMITS = re.compile(r"temperature_tuning|soft_?cap|clip|clamp|beta|logn|alpha")
 def plan_of(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
     """The plan of a text configuration. windows: one per layer, as in `LayerPlan`.
 
-    Types without an entry get the plan of Llama. Raises `UnknownLayerError` with the reason if there is no plan.
+    Unregistered types get Llama's plan. Raises `UnknownLayerError` with the reason if there is no plan.
     """
     kind = config.model_type
     if (field := unknown_field(config, FIELDS.get(kind, frozenset()))) is not None:
@@ -75,14 +75,14 @@ def plan_of(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
 
 
 def plan_of_model(model: Any, windows: Sequence[int | None]) -> DecoderPlan:
-    """The plan of a loaded model, or of the language part of one that reads more than text; see `plan_of`."""
+    """The plan of a loaded model, or of a multimodal model's language part; see `plan_of`."""
     plan = plan_of(model.config.get_text_config(), windows)
-    # the class of Gemma 3 that reads images does not apply the cap of its text configuration
+    # Gemma 3's multimodal class ignores the cap in its text configuration
     return replace(plan, logit_cap=0.0) if model.config.model_type == "gemma3" else plan
 
 
 def unknown_field(config: Any, further: frozenset[str]) -> str | None:
-    """The first field, with its value, that may change what is computed and is neither common nor one of these."""
+    """The first field, with its value, that may change the computation and is neither in `COMMON` nor in `further`."""
     kinds = takewhile(lambda kind: kind.__module__ != "transformers.configuration_utils", type(config).__mro__)
     declared = {name for kind in kinds for name in inspect.get_annotations(kind)}
     for name, value in config.to_dict().items():
@@ -96,7 +96,7 @@ def unknown_field(config: Any, further: frozenset[str]) -> str | None:
 
 
 def _changes_numbers(config: Any, name: str, value: Any) -> bool:
-    if isinstance(value, list):  # a value for each layer, and not the same one
+    if isinstance(value, list):  # a value for each layer; neutral if all are equal
         return len(value) == config.num_hidden_layers and any(item != value[0] for item in value)
     if not isinstance(value, bool | int | float):
         return False
@@ -112,7 +112,7 @@ def _rotation_fields(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _base(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
-    """The plan of Llama, but for fields that other families name otherwise."""
+    """Llama's plan, which also understands other families' names of fields."""
     heads, norm = config.num_attention_heads, NormPlan(getattr(config, "rms_norm_eps", 0.0))
     each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(windows)
     layers = (
@@ -145,7 +145,7 @@ def _base(config: Any, windows: Sequence[int | None]) -> DecoderPlan:
 
 
 def family(*kinds: str, fields: str = "") -> Callable[[Family], Family]:
-    """Register the function of some types of models, and the further fields of their configurations."""
+    """Register a function for some types of models, and the additional fields that it handles."""
 
     def register(function: Family) -> Family:
         FAMILIES.update(dict.fromkeys(kinds, function))
@@ -157,13 +157,13 @@ def family(*kinds: str, fields: str = "") -> Callable[[Family], Family]:
 
 @family("llama", "mistral", "ministral", "qwen2", "seed_oss", "cwm")
 def llama(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Also Falcon 3, SmolLM 1 and 2, Yi and many others, whose type is this one."""
+    """Llama, and many models that declare its type: Falcon 3, SmolLM 1 and 2, Yi and others."""
     return plan
 
 
 @family("ministral3", fields="llama_4_scaling_beta")
 def ministral3(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Queries grow with their position."""
+    """A factor of the queries grows with their position."""
     rotation = config.rope_parameters
     beta, positions = rotation.get("llama_4_scaling_beta"), rotation.get("original_max_position_embeddings")
     return plan.with_layers(growth=(beta, positions) if beta else None)
@@ -177,7 +177,7 @@ def qwen3(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("gemma")
 def gemma(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Norms whose weight is stored without its 1. The module of the embedding multiplies itself."""
+    """Norm weights are stored minus 1. The embedding module applies its own factor."""
     return _with_norm(plan, replace(plan.norm, offset=1.0, rounds_first=False))
 
 
@@ -186,7 +186,7 @@ SOFT_CAPS = "query_pre_attn_scalar hidden_activation final_logit_softcapping att
 
 @family("gemma2", fields=SOFT_CAPS)
 def gemma2(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Norms before and after both parts; attention and logits are capped."""
+    """Norms before and after attention and the feed-forward part; attention scores and logits are capped."""
     plan = gemma(config, plan).with_layers(
         after_attention="post_attention_layernorm",
         before_feed_forward="pre_feedforward_layernorm",
@@ -200,13 +200,13 @@ def gemma2(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("vaultgemma", fields=SOFT_CAPS)
 def vaultgemma(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Gemma 2 without norms after both parts."""
+    """Gemma 2 without norms after attention and the feed-forward part."""
     return gemma2(config, plan).with_layers(after_attention=None, after_feed_forward=None)
 
 
 @family("gemma3_text", fields=f"{SOFT_CAPS} sliding_window_pattern _sliding_window_pattern")
 def gemma3(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Gemma 2 with norms of each head. Its layers do not read the cap of attention."""
+    """Gemma 2 with norms of each head. Its layers ignore the cap of attention scores."""
     return gemma2(config, plan).with_layers(head_norms=HEAD_NORMS, soft_cap=0.0)
 
 
@@ -218,9 +218,9 @@ def gemma3(config: Any, plan: DecoderPlan) -> DecoderPlan:
     "num_experts top_k_experts moe_intermediate_size",
 )
 def gemma4(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Gemma 3 with a norm of values, and other heads in layers without a window; mixtures have a dense part, too.
+    """Gemma 3 with a norm of values, and different heads in layers without a window; mixtures also have a dense part.
 
-    In small models the last layers attend to keys and values of earlier ones, and a second embedding enters each layer.
+    In small models the last layers reuse keys and values of earlier ones, and a second embedding enters each layer.
     """
     if config.use_bidirectional_attention == "all":
         raise UnknownLayerError("its configuration has use_bidirectional_attention='all'")
@@ -251,7 +251,7 @@ def gemma4(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 
 def _with_shared_keys(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """The plan whose last layers attend to the keys and values of the last earlier layer of their kind."""
+    """The plan in which the last layers reuse the keys and values of the last earlier layer of the same type."""
     kinds, first = config.layer_types, len(plan.layers) - config.num_kv_shared_layers
     source = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
     if missing := set(kinds[max(first, 0) :]) - source.keys():
@@ -291,25 +291,25 @@ def _with_second_embedding(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("phi3")
 def phi3(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Joint projections; a part of each head is rotated."""
+    """Joint projections; rotates a part of each head."""
     return plan.with_layers(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",), rotated=_rotated(config, plan))
 
 
 @family("smollm3", fields="no_rope_layers no_rope_layer_interval")
 def smollm3(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Some layers do not rotate."""
+    """Some layers have no rotation."""
     return plan.with_layers(lambda layer: {"rotated": layer.size if config.no_rope_layers[layer.index] else 0})
 
 
 @family("olmo2", "olmo3")
 def olmo2(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Norms after both parts and none before; queries and keys are normalized before they are divided into heads."""
+    """Norms only after both parts; queries and keys are normalized across all heads."""
     return _norms_after(_rounded_once(plan)).with_layers(head_norms=HEAD_NORMS, norms_all_heads=True)
 
 
 @family("exaone4", fields="sliding_window_pattern")
 def exaone4(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Qwen 3 with norms after both parts and none before; where there are windows, only layers with one rotate."""
+    """Qwen 3 with norms only after both parts; in models with windows, only layers with a window rotate."""
     return _norms_after(_rotating_in_windows(config, qwen3(config, plan)))
 
 
@@ -320,13 +320,13 @@ def _rotating_in_windows(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("glm")
 def glm(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """A joint projection of gate and up; neighboring numbers of a part of each head are rotated."""
+    """A joint projection of gate and up; rotates pairs of neighbors in a part of each head."""
     return plan.with_layers(gate_up=("mlp.gate_up_proj",), rotated=_rotated(config, plan), rotates_pairs=True)
 
 
 @family("glm4")
 def glm4(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """GLM with norms after both parts, too."""
+    """GLM with additional norms after both parts."""
     return glm(config, plan).with_layers(
         after_attention="post_self_attn_layernorm", after_feed_forward="post_mlp_layernorm"
     )
@@ -337,21 +337,21 @@ GRANITE = "embedding_multiplier logits_scaling residual_multiplier attention_mul
 
 @family("granite", fields=GRANITE)
 def granite(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Embeddings, attention, residuals and logits have factors."""
+    """Factors scale embeddings, attention, residuals and logits."""
     plan = plan.with_layers(scaling=config.attention_multiplier, residual=config.residual_multiplier)
     return replace(plan, embedding=config.embedding_multiplier, logits=1 / config.logits_scaling)
 
 
 @family("hyperclovax", fields=f"{GRANITE} use_post_norm")
 def hyperclovax(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Granite with norms after both parts, too; its logits are multiplied, not divided."""
+    """Granite with additional norms after both parts; logits are multiplied by their factor, not divided."""
     plan = replace(granite(config, plan), logits=config.logits_scaling)
     return plan.with_layers(after_attention="post_norm1", after_feed_forward="post_norm2")
 
 
 @family("granite_swa", fields=f"{GRANITE} layer_rope_theta")
 def granite_swa(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Granite with sinks; some layers do not rotate."""
+    """Granite with sinks; some layers have no rotation."""
     thetas = config.layer_rope_theta
     if len(set(thetas) - {0}) > 1:
         raise UnknownLayerError(f"its configuration has layer_rope_theta={thetas}")
@@ -363,7 +363,7 @@ def granite_swa(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("cohere", "cohere2", fields="logit_scale layer_norm_eps")
 def cohere(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Attention and feed-forward part side by side after one LayerNorm; in Cohere 2 only layers with windows rotate."""
+    """One LayerNorm feeds both attention and feed-forward part; in Cohere 2 only layers with windows rotate."""
     rotates_all = config.model_type == "cohere"
     plan = _with_norm(plan, NormPlan(config.layer_norm_eps, is_centered=True)).with_layers(
         lambda layer: {"rotated": layer.size if rotates_all or layer.window else 0},
@@ -377,26 +377,26 @@ def cohere(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("helium")
 def helium(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """ERNIE 4.5 with norms that are rounded once."""
+    """ERNIE 4.5 with norms that round only once."""
     return ernie4_5(config, _rounded_once(plan))
 
 
 @family("ernie4_5")
 def ernie4_5(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Neighboring numbers are rotated."""
+    """Rotates pairs of neighbors."""
     return plan.with_layers(rotates_pairs=True)
 
 
 @family("starcoder2", fields="norm_epsilon")
 def starcoder2(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """LayerNorm, and a feed-forward part without a gate."""
+    """LayerNorm, and an ungated feed-forward part."""
     plan = _with_norm(plan, NormPlan(config.norm_epsilon, is_centered=True))
     return plan.with_layers(gate_up=("mlp.c_fc",), down="mlp.c_proj", is_gated=False)
 
 
 @family("phi", fields="layer_norm_eps")
 def phi(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """LayerNorm, after which attention and a feed-forward part without a gate stand side by side; rotates as Phi 3."""
+    """One LayerNorm feeds both attention and an ungated feed-forward part; rotates as Phi 3 does."""
     plan = _with_norm(plan, NormPlan(config.layer_norm_eps, is_centered=True)).with_layers(
         out="self_attn.dense",
         gate_up=("mlp.fc1",),
@@ -411,7 +411,7 @@ def phi(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("arcee")
 def arcee(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """A feed-forward part without a gate."""
+    """An ungated feed-forward part."""
     return plan.with_layers(gate_up=("mlp.up_proj",), is_gated=False)
 
 
@@ -423,14 +423,14 @@ def jais2(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("nemotron", fields="norm_eps")
 def nemotron(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Arcee with LayerNorm, whose weight is stored without its 1; a part of each head is rotated."""
+    """Arcee with LayerNorm, whose weights are stored minus 1; rotates a part of each head."""
     plan = _with_norm(plan, NormPlan(config.norm_eps, offset=1.0, is_centered=True))
     return arcee(config, plan).with_layers(rotated=_rotated(config, plan))
 
 
 @family("hunyuan_v1_dense", fields="alpha")
 def hunyuan(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Norms of each head after its rotation."""
+    """Norms of each head, after the rotation."""
     return plan.with_layers(head_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"), rotates_first=True)
 
 
@@ -449,7 +449,7 @@ def mixtral(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("qwen2_moe", fields=f"{QWEN_EXPERTS} shared_expert_intermediate_size qkv_bias")
 def qwen2_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Experts in every so many layers, but for those that are named."""
+    """Experts in every n-th layer, except in those listed."""
     step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
     layers = [i for i in range(len(plan.layers)) if i not in dense and (i + 1) % step == 0 and config.num_experts > 0]
     return _with_experts(config, plan, layers)
@@ -463,7 +463,7 @@ def qwen3_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("olmoe", fields=EXPERTS)
 def olmoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Queries and keys are normalized before they are divided into heads."""
+    """Queries and keys are normalized across all heads."""
     return mixtral(config, plan.with_layers(head_norms=HEAD_NORMS, norms_all_heads=True))
 
 
@@ -481,7 +481,7 @@ def minimax_m2(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("granitemoe", fields=f"{GRANITE} {EXPERTS}")
 def granitemoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """As Granite, but each layer has experts."""
+    """Granite with experts in each layer."""
     return mixtral(config, granite(config, plan))
 
 
@@ -493,12 +493,12 @@ def granitemoe_swa(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("granitemoeshared", fields=f"{GRANITE} {EXPERTS} shared_intermediate_size")
 def granitemoeshared(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Granite with experts, most models with a dense part beside them."""
+    """Granite with experts; most models also have a dense part."""
     return _with_dense_part(config, granite(config, plan))
 
 
 def _with_dense_part(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """The plan with a dense part, if there is one, and experts, if there are any."""
+    """The plan with the dense part and the experts that the configuration has."""
     if not config.shared_intermediate_size:
         return mixtral(config, plan)
     return plan.with_layers(
@@ -517,7 +517,7 @@ GROUPED_EXPERTS = f"{EXPERTS} n_routed_experts n_shared_experts routed_scaling_f
     fields=f"{GROUPED_EXPERTS} first_k_dense_replace use_qk_norm num_mtp_layers num_nextn_predict_layers",
 )
 def glm4_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Dense layers first; a part of each head is rotated."""
+    """Experts after some dense layers; rotates a part of each head."""
     head_norms = HEAD_NORMS if config.use_qk_norm else None
     plan = plan.with_layers(head_norms=head_norms, rotated=_rotated(config, plan))
     return _with_experts(config, plan, range(config.first_k_dense_replace, len(plan.layers)))
@@ -539,7 +539,7 @@ def solar_open(config: Any, plan: DecoderPlan) -> DecoderPlan:
     "afmoe", fields=f"{EXPERTS} num_shared_experts num_dense_layers route_scale global_attn_every_n_layers mup_enabled"
 )
 def afmoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Gates of attention, norms before and after both parts, and experts behind some dense layers."""
+    """Gates of attention, norms before and after both parts, and experts after some dense layers."""
     plan = _rotating_in_windows(config, qwen3(config, _rounded_once(plan))).with_layers(
         qkv=(*plan.layers[0].qkv, "self_attn.gate_proj"),
         gate_size=plan.layers[0].size,
@@ -553,7 +553,7 @@ def afmoe(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("dots1", fields=f"{GROUPED_EXPERTS} first_k_dense_replace")
 def dots1(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Qwen 3 with experts behind some dense layers."""
+    """Qwen 3 with experts after some dense layers."""
     return _with_experts(config, qwen3(config, plan), range(config.first_k_dense_replace, len(plan.layers)))
 
 
@@ -565,7 +565,7 @@ def hy_v3(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("mellum", fields=f"{EXPERTS} mlp_layer_types num_mtp_layers num_nextn_predict_layers")
 def mellum(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """As Hunyuan 3, with a rotation for each kind of layer."""
+    """Hunyuan 3 with a rotation for each type of layer."""
     return hy_v3(config, plan)
 
 
@@ -574,7 +574,7 @@ def mellum(config: Any, plan: DecoderPlan) -> DecoderPlan:
     fields=f"{GROUPED_EXPERTS} mlp_layer_types num_shared_experts first_k_dense_replace sliding_window_pattern",
 )
 def exaone_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """EXAONE 4 with norms where Qwen 3 has them, and experts in the layers that `mlp_layer_types` calls sparse."""
+    """EXAONE 4 with Qwen 3's norms, and experts in the layers that `mlp_layer_types` calls sparse."""
     return hy_v3(config, _rotating_in_windows(config, plan))
 
 
@@ -584,7 +584,7 @@ def exaone_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
     f"moe_layer_end_index moe_layer_interval {EXPERTS}",
 )
 def ernie4_5_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """ERNIE 4.5 with experts in every so many of some layers."""
+    """ERNIE 4.5 with experts in every n-th layer of a range."""
     layers = range(config.moe_layer_start_index, config.moe_layer_end_index + 1)
     sparse = [i for i in layers if (i + 1) % config.moe_layer_interval == 0]
     return _with_experts(config, ernie4_5(config, plan), sparse)
@@ -592,7 +592,7 @@ def ernie4_5_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("gpt_oss", fields=f"{EXPERTS} swiglu_alpha swiglu_limit")
 def gpt_oss(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Each head has a sink, the model one angle for each pair of numbers; norms are rounded once."""
+    """A sink in each head, one angle per pair of numbers, and norms that round only once."""
     return mixtral(config, _rounded_once(plan).with_layers(sinks="self_attn.sinks", angles_of_pairs=True))
 
 
@@ -604,14 +604,14 @@ LATENT = (
 
 @family("deepseek_v2", fields=f"{LATENT} first_k_dense_replace topk_method")
 def deepseek_v2(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Latent attention, whose rotations are complex numbers; dense layers first, then experts."""
+    """Latent attention, with rotations as complex numbers; experts after some dense layers."""
     plan = _with_latent(config, plan).with_layers(rotates_pairs=True, angles_of_pairs=True)
     return _with_experts(config, plan, range(config.first_k_dense_replace, len(plan.layers)))
 
 
 @family("youtu", fields=f"{LATENT} rope_interleave embedding_initializer_range")
 def youtu(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Latent attention that rotates pairs of neighbors, and leaves the first numbers of all pairs in front."""
+    """Latent attention that rotates pairs of neighbors, and moves the first numbers of all pairs to the front."""
     pairs = bool(config.rope_interleave)
     return _with_latent(config, plan).with_layers(rotates_pairs=pairs, parts_pairs=pairs)
 
@@ -631,7 +631,7 @@ LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 
 
 def latent_plan(config: Any) -> LatentPlan | None:
-    """The latent attention of a text configuration; None if it has none that is declared."""
+    """The latent attention of a text configuration; None if it declares none."""
     if getattr(config, "model_type", None) not in LATENT_ATTENTION:
         return None
     has_rank = config.q_lora_rank is not None
@@ -648,7 +648,7 @@ def latent_plan(config: Any) -> LatentPlan | None:
 
 
 def _with_latent(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """The plan with latent attention. YaRN multiplies its scores, too: by the square of what `mscale_all_dim` says."""
+    """The plan with latent attention. YaRN also multiplies its scores, by the square of a factor (`mscale_all_dim`)."""
     latent, rotated, rope = latent_plan(config), config.qk_rope_head_dim, config.rope_parameters
     assert latent is not None
     scaling = (latent.plain + rotated) ** -0.5
@@ -671,7 +671,7 @@ def _with_experts(config: Any, plan: DecoderPlan, layers: Container[int]) -> Dec
 
 
 def _sparse(config: Any) -> list[int]:
-    """The layers whose feed-forward parts are called sparse."""
+    """The layers that `mlp_layer_types` calls sparse."""
     return [i for i, kind in enumerate(config.mlp_layer_types) if kind == "sparse"]
 
 
@@ -681,7 +681,7 @@ def _sparse(config: Any) -> list[int]:
     "full_attn_idxs",
 )
 def lfm2(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Short convolutions in most layers, and a width of the feed-forward part that may not be the one declared."""
+    """Short convolutions in most layers; the feed-forward width may differ from `intermediate_size`."""
     inner = config.intermediate_size
     if getattr(config, "block_auto_adjust_ff_dim", False):
         multiple = config.block_multiple_of
@@ -702,7 +702,7 @@ def lfm2(config: Any, plan: DecoderPlan) -> DecoderPlan:
 
 @family("lfm3", fields="norm_eps conv_bias conv_L_cache use_sandwich_norm use_attention_gate")
 def lfm3(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """LFM 2 with gates of heads, and with norms after both parts."""
+    """LFM 2 with gates of heads, and norms after both parts."""
     norms = ("post_operator_norm", "post_ffn_norm") if config.use_sandwich_norm else (None, None)
     gated: dict[str, Any] = {"qkv": (*plan.layers[0].qkv, "self_attn.g_proj"), "gate_size": 1}
     plan = lfm2(config, plan).with_layers(
@@ -718,7 +718,7 @@ def lfm3(config: Any, plan: DecoderPlan) -> DecoderPlan:
     fields=f"{EXPERTS} norm_eps conv_bias conv_L_cache num_dense_layers use_expert_bias routed_scaling_factor",
 )
 def lfm2_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """LFM 2 with experts behind some dense layers."""
+    """LFM 2 with experts after some dense layers."""
     plan = replace(lfm2(config, plan), rotary="pos_emb")
     return _with_experts(config, plan, range(config.num_dense_layers, len(plan.layers)))
 
@@ -731,7 +731,7 @@ DELTA_NET = (
 
 @family("qwen3_5_text", fields=DELTA_NET)
 def qwen3_5(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Gated delta nets in most layers; the others have gates for their queries, and rotate a part of each head."""
+    """Gated delta nets in most layers; the others gate what each query attends to, and rotate a part of each head."""
     return _with_delta_nets(config, plan, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
@@ -759,14 +759,14 @@ def qwen3_5_moe(config: Any, plan: DecoderPlan) -> DecoderPlan:
     "mamba_conv_bias mamba_proj_bias time_step_limit",
 )
 def granitemoehybrid(config: Any, plan: DecoderPlan) -> DecoderPlan:
-    """Granite with Mamba-2 in most layers and, in most models, without positions; mixtures have a dense part, too."""
+    """Granite with Mamba-2 in most layers; most models have no rotations, and mixtures also have a dense part."""
     rotated = plan.layers[0].size if config.position_embedding_type == "rope" else 0
     plan = granitemoeshared(config, plan).with_layers(rotated=rotated)
     return _with_recurrent(config, plan, "linear_attention", "mamba", ("in_proj",))
 
 
 def _with_recurrent(config: Any, plan: DecoderPlan, kind: str, module: str, parts: Sequence[str]) -> DecoderPlan:
-    """The plan whose layers of this kind have a recurrent module. parts: its first product."""
+    """The plan with a recurrent module in layers of this kind. parts: the paths of its first product."""
     changes = {
         "recurrent": module,
         "qkv": tuple(f"{module}.{part}" for part in parts),
@@ -783,7 +783,7 @@ def _with_norm(plan: DecoderPlan, norm: NormPlan) -> DecoderPlan:
 
 
 def _rounded_once(plan: DecoderPlan) -> DecoderPlan:
-    """The plan whose norms are rounded only after the multiplication by their weight."""
+    """The plan with norms that round only after multiplying by their weight."""
     return _with_norm(plan, replace(plan.norm, rounds_first=False))
 
 

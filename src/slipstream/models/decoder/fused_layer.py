@@ -1,8 +1,8 @@
-"""A decoder layer in half the operators: one forward for all that a `LayerPlan` describes.
+"""A decoder layer in half the operators: one forward for every layer that a `LayerPlan` describes.
 
-At decoding widths an operator's call costs as much as its arithmetic. Only the layer's forward is replaced; its modules
-stay where they are, and callers other than Slipstream run the model's own code, which is also the specification: a
-layer that computes anything else gives other logits, and then all layers keep their own forward.
+For few tokens, calling an operator costs as much as its arithmetic. Only the layer's forward is replaced; its modules
+stay in place, and callers other than Slipstream run the model's own code. That code is the specification: if the logits
+differ from its logits, all layers keep their own forward.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from slipstream.models.decoder.plan import (
     in_pairs,
 )
 
-SINGLE, GRAIN = 16384, 32768  # elements: up to SINGLE in one thread; beyond, most operators use a thread per GRAIN
-VECTORS = 64  # elements of the widest vectors; the rest of a thread's share is rounded differently
+SINGLE, GRAIN = 16384, 32768  # elements: one thread computes up to SINGLE; beyond, most operators use one per GRAIN
+VECTORS = 64  # elements in the widest vectors; a remainder at the end of a thread's share is rounded differently
 
 
 def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """act(x) of x [..., size]: each row gets the bits it would get alone, whatever the number of threads.
+    """act(x) for x [..., size]: each row gets the bits it would get alone, whatever the number of threads.
 
-    If a thread's share would end within a vector, threads get whole rows instead, and one thread gets what is left.
+    If a thread's share would end within a vector, threads get whole rows instead, and one thread gets the rest.
     """
     threads, size, count = torch.get_num_threads(), x.shape[-1], x.numel()
-    shares = {threads, min(threads, -(-count // GRAIN))}  # how many there are; GELU always uses all threads
+    shares = {threads, min(threads, -(-count // GRAIN))}  # numbers of shares; GELU always uses all threads
     shares_are_whole_vectors = size % VECTORS == 0 and all(-(-count // share) % VECTORS == 0 for share in shares)
     if x.device.type != "cpu" or threads == 1 or count <= SINGLE or shares_are_whole_vectors:
         return act(x)
@@ -58,13 +58,13 @@ def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines [B, W, rotated numbers of a head]
-GivenRope = Rope | Tensor  # as a model's own module returns them: a tensor is complex
+GivenRope = Rope | Tensor  # as a model's own module returns them; a single tensor is complex
 
 
 class Norm:
-    """A norm over the last dimension as a single operator: RMSNorm by LayerNorm's kernel, too.
+    """A norm over the last dimension as a single operator; RMSNorm uses LayerNorm's kernel, too.
 
-    The mean of (x, -x) is 0 and its variance is the mean square of x.
+    This works because the mean of (x, -x) is 0 and its variance is the mean square of x.
     """
 
     def __init__(self, module: nn.Module, plan: NormPlan) -> None:
@@ -83,12 +83,12 @@ class Norm:
 
     @property
     def eps(self) -> float:
-        """What is added to the mean square."""
+        """Epsilon, which is added to the mean square."""
         return self._plan.eps
 
     @property
     def rounds_first(self) -> bool:
-        """True if the norm is rounded before it is multiplied by its factors."""
+        """True if the norm rounds before it multiplies by its weight."""
         return self._after is not None
 
     @property
@@ -107,7 +107,7 @@ class Norm:
 
 
 class RotaryEmbedding:
-    """RoPE, prepared once per forward for all layers that are given the same cosines and sines."""
+    """RoPE, prepared once per forward for all layers with the same cosines and sines."""
 
     def __init__(self) -> None:
         self._prepared: tuple[Tensor, Tensor, Tensor] | None = None
@@ -131,7 +131,7 @@ class RotaryEmbedding:
 def angles(rope: GivenRope, positions: Tensor | None, dtype: torch.dtype, plan: LayerPlan) -> Rope:
     """A model's cosines and sines at positions [B, W] as layers take them.
 
-    The numbers of all pairs' first elements stand in front of those of their second ones; see `grows_queries`, too.
+    Those of all pairs' first elements come before those of the second ones; see also `grows_queries`.
     """
     if isinstance(rope, Tensor):
         rope = rope.real, rope.imag
@@ -147,7 +147,7 @@ def angles(rope: GivenRope, positions: Tensor | None, dtype: torch.dtype, plan: 
 
 
 class Ops(Protocol):
-    """What a decoder layer computes around its attention, operator by operator or compiled."""
+    """Computes a decoder layer around its attention, operator by operator or compiled."""
 
     heads: int
     key_heads: int
@@ -161,22 +161,22 @@ class Ops(Protocol):
     def whole_layer(
         self, hidden: Tensor, rope: Rope, cache: SlotCache, plan: LayerPlan, layer_input: Tensor | None
     ) -> Tensor | None:
-        """The whole layer at once, attention included; None if it must be computed in the two parts above.
+        """The whole layer at once, including attention; None if it must be computed in the two parts above.
 
-        layer_input: [B, W, numbers] of a second embedding.
+        layer_input: [B, W, numbers] from a second embedding.
         """
 
 
 class Experts(Protocol):
-    """A block of experts that the kernels compute. struct: theirs, valid as long as the block."""
+    """A block of experts that the kernels compute. struct: the kernels' description, valid while the block lives."""
 
     plan: ExpertsPlan
     struct: Any
 
     def sum_of(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        """What the experts give for hidden states [..., H], of the same shape and type.
+        """The experts' weighted sum for hidden states [..., H], of the same shape and type.
 
-        routed: what the router reads instead of them.
+        routed: the router's input, if it differs from x.
         """
 
     def check_forced(self, tokens: int) -> None:
@@ -184,14 +184,14 @@ class Experts(Protocol):
 
 
 class LatentHeads(Protocol):
-    """The matrices of latent attention's heads that the kernels multiply by. struct: theirs."""
+    """The matrices of latent attention's heads for the kernels. struct: the kernels' description of them."""
 
     plan: LatentPlan
     struct: Any
 
 
 class LayerOps:
-    """A layer by PyTorch's operators: the specification of all faster ops."""
+    """A layer computed by PyTorch's operators: the specification of all faster ops."""
 
     def __init__(self, layer: nn.Module, plan: LayerPlan, rope: RotaryEmbedding) -> None:
         _check_modules(layer, plan)
@@ -268,7 +268,7 @@ class LayerOps:
         return self._after_mixing(hidden, self.out(attended))
 
     def mix(self, hidden: Tensor, options: Mapping[str, Any], layer_input: Tensor | None) -> Tensor:
-        """The whole layer, whose tokens the model's own module mixes. options: of the layer's forward."""
+        """The whole layer; the model's own module mixes the tokens. options: of the layer's forward."""
         mixed = self.mixer(_normed(self.before_attention, hidden), **options)
         return self._after_mixing(hidden, mixed[0] if isinstance(mixed, tuple) else mixed, layer_input)
 
@@ -303,7 +303,7 @@ class LayerOps:
         return output
 
     def _added(self, norm: Norm | None, x: Tensor) -> Tensor:
-        """What a part of the layer adds to the hidden states."""
+        """The contribution of a part of the layer to the hidden states."""
         x = _normed(norm, x)
         return x if self.plan.residual == 1 else x * self.plan.residual
 
@@ -349,7 +349,7 @@ class FusedLayer:
             return self._original_forward(hidden_states, *inputs, **options)
         if self.plan.rotated:
             rope = self._angles(rope, positions, hidden_states.dtype)
-        elif rope is None:  # of a model without positions
+        elif rope is None:  # the model has no rotations
             nothing = hidden_states.new_empty(*hidden_states.shape[:2], 0)
             rope = nothing, nothing
         layer_input = further[0] if further else None
@@ -364,7 +364,7 @@ class FusedLayer:
 
     def _angles(self, rope: GivenRope | None, positions: Tensor | None, dtype: torch.dtype) -> Rope:
         if rope is None or (positions is None and self.plan.growth):
-            raise UnknownLayerError("its layers are not given positions and their rotations")
+            raise UnknownLayerError("its layers do not receive positions or rotations")
         rotated = rope[-1].shape[-1] * (2 if self.plan.angles_of_pairs else 1)
         if rotated != self.plan.rotated:
             raise UnknownLayerError(f"it rotates {rotated} of a head's {self.plan.size} numbers")
@@ -392,12 +392,12 @@ class FusedLayer:
 def fused_layers(model: nn.Module, plan: DecoderPlan) -> list[tuple[nn.Module, FusedLayer]]:
     """The model's decoder layers and a forward for each.
 
-    Raises `UnknownLayerError` with the reason if the modules of a layer are not those of its plan, or if other code
-    replaced its forward.
+    Raises `UnknownLayerError` with the reason if a layer has other modules than its plan, or if other code replaced its
+    forward.
     """
     count = len(plan.layers)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if len(lists) > 1:  # a tower of images may have as many layers
+    if len(lists) > 1:  # an image tower may have the same number of layers
         lists = [m for m in lists if m is decoder_module(model, plan).layers]
     if len(lists) != 1:
         raise UnknownLayerError(f"it has {len(lists)} lists of {count} modules, not one")
@@ -422,7 +422,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def _check_modules(layer: nn.Module, plan: LayerPlan) -> None:
-    """Raise `UnknownLayerError` unless a layer's modules are those of its plan, but for activations and dropout."""
+    """Raise `UnknownLayerError` unless a layer has its plan's modules, apart from activations and dropout."""
     parts = {path.partition(".")[0] for path in plan.modules if "." in path}
     paths = set[str]()
     for name, child in layer.named_children():
@@ -444,7 +444,7 @@ def _has_no_weights(module: nn.Module) -> bool:
 
 
 def _outputs(layer: nn.Module, plan: LayerPlan) -> int | None:
-    """How many numbers a layer's first product gives a token; None: its recurrence decides."""
+    """The outputs of a layer's first product; None if the recurrence decides their number."""
     if plan.recurrent:
         return None
     if plan.latent is None:
@@ -456,7 +456,7 @@ def _outputs(layer: nn.Module, plan: LayerPlan) -> int | None:
 
 
 def _norm_of(layer: nn.Module, path: str | None, plan: LayerPlan) -> Norm | None:
-    """A norm of latent attention, whose epsilon may not be that of the other norms."""
+    """A norm of latent attention, whose epsilon may differ from the other norms'."""
     if path is None:
         return None
     module = layer.get_submodule(path)
@@ -464,7 +464,7 @@ def _norm_of(layer: nn.Module, path: str | None, plan: LayerPlan) -> Norm | None
 
 
 def _by_kernels(layer: nn.Module, path: str, plan: ExpertsPlan | LatentPlan) -> Any:
-    """The module that the kernels compute by this plan."""
+    """The module at this path, which the kernels compute by this plan."""
     module = layer.get_submodule(path)
     if getattr(module, "plan", None) != plan:
         raise UnknownLayerError(f"the kernels do not compute its {path}")
@@ -472,7 +472,7 @@ def _by_kernels(layer: nn.Module, path: str, plan: ExpertsPlan | LatentPlan) -> 
 
 
 def _product(layer: nn.Module, paths: tuple[str, ...], outputs: int | None = None) -> Any:
-    """The layer that computes these projections; those of several paths must be fused, and all that is fused."""
+    """The layer that computes these projections; several must be fused into one, which contains no others."""
     parts = [layer.get_submodule(path) for path in paths]
     joint: Any = parts[0]
     if len(parts) > 1:
@@ -480,7 +480,7 @@ def _product(layer: nn.Module, paths: tuple[str, ...], outputs: int | None = Non
         if len(fused) < len(parts) or len({part.source for part in fused}) != 1:
             raise UnknownLayerError(f"{', '.join(paths)} are not fused into one product")
         if [part.index for part in fused] != list(range(len(fused[0].source.sizes))):
-            raise UnknownLayerError(f"{', '.join(paths)} are not all that is fused into their product")
+            raise UnknownLayerError(f"{', '.join(paths)} share their fused product with other layers")
         joint = fused[0].source.joint
     if outputs is not None and joint.out_features != outputs:
         raise UnknownLayerError(f"{', '.join(paths)} have {joint.out_features} outputs, not {outputs}")

@@ -1,7 +1,7 @@
-"""Linear layers that are fed the same input become one: query, key and value, or gate and up, in a single product.
+"""Fuses linear layers that have the same input: query, key and value, or gate and up, in a single product.
 
-A forward of two tokens shows which layers these are: siblings called one after the other with the very same tensor.
-The model's own code stays as it is; each layer returns its part of the common product.
+A forward of two tokens reveals them: siblings called one after the other with the same tensor object. The model's own
+code does not change; each layer returns its part of the common product.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from slipstream.models.notices import warn_slower
 
 
 class FusedLinear(nn.Module):
-    """Several `nn.Linear`s of one input as one, computed when the first of them is called with a new input."""
+    """Several `nn.Linear`s with one input as one product, computed when the first of them gets a new input."""
 
     def __init__(self, joint: Any, sizes: list[int]) -> None:
-        """joint: the one layer that computes all outputs; sizes: how many of them belong to each original layer."""
+        """joint: the layer that computes all outputs; sizes: the number of outputs of each original layer."""
         super().__init__()
         self.joint, self.sizes = joint, sizes
         self._last: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     def output(self, x: Tensor, index: int) -> Tensor:
-        """Output number `index` for x [..., in_features]. The product is kept until its last part is returned."""
+        """The output of layer `index` for x [..., in_features]. The product is kept until its last part is returned."""
         last = self._last  # read once: another thread may be running the same model
         if last is None or last[0] is not x:
             last = x, self.joint(x).split(self.sizes, -1)
@@ -41,7 +41,7 @@ class FusedOutput(nn.Module):
     def __init__(self, fused: FusedLinear, index: int) -> None:
         super().__init__()
         if index == 0:
-            self.fused = fused  # only the first has it as a submodule
+            self.fused = fused  # a submodule of the first output only
         self._source, self.index = (fused,), index
 
     @property
@@ -95,7 +95,7 @@ def _concatenated(parts: list[Any]) -> nn.Parameter:
 
 
 def called_by_none(model: nn.Module, calls: Calls) -> list[nn.Linear]:
-    """Linear layers that did not run as modules: other code uses their weights directly, so they must not be replaced.
+    """Linear layers that must not be replaced: they did not run as modules, so other code may use their weights.
 
     Layers whose names differ only in numbers count as one, since two tokens reach only a few of many experts.
     """
@@ -105,7 +105,7 @@ def called_by_none(model: nn.Module, calls: Calls) -> list[nn.Linear]:
 
 
 def _names(model: nn.Module) -> dict[nn.Linear, str]:
-    """The linear layers with their names, in which "#" stands for every number."""
+    """The linear layers with their names, in which "#" replaces every number."""
     return {module: re.sub(r"\d+", "#", name) for name, module in model.named_modules() if type(module) is nn.Linear}
 
 
@@ -145,7 +145,7 @@ def _alike(first: nn.Linear, second: nn.Linear) -> bool:
 
 
 class _ObservedLinear(nn.Linear):
-    """A linear layer that notes whether other code reads its weight: adapters do, and modules that multiply by it."""
+    """A linear layer that notes whether other code reads its weight, as adapters do."""
 
     is_used_by_others = False
 
@@ -162,13 +162,13 @@ class _ObservedLinear(nn.Linear):
 
 @torch.inference_mode()
 def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
-    """Every call of a linear layer and its input, in a forward of two tokens.
+    """The calls of linear layers in a forward of two tokens: each layer and its input.
 
-    Layers whose weights other code reads are left out, and with them all whose names differ only in numbers.
+    Leaves out layers whose weights other code reads, and all whose names differ from theirs only in numbers.
     """
     seen: list[tuple[nn.Linear, Tensor]] = []
     names, device = _names(model), next(model.parameters()).device
-    plain = [linear for linear in names if is_plain(linear)]  # pruning, for one, hides the weight
+    plain = [linear for linear in names if is_plain(linear)]  # pruning, for example, hides the weight
     hooks = [
         linear.register_forward_pre_hook(lambda linear, inputs: seen.append((linear, inputs[0]))) for linear in names
     ]
@@ -176,7 +176,7 @@ def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
         linear.__class__ = _ObservedLinear
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False)
-    except MODEL_ERRORS as error:  # its code needs other inputs
+    except MODEL_ERRORS as error:  # the model needs other inputs
         warn_slower(f"{type(model).__name__} keeps its linear layers separate: a forward of two tokens fails: {error}")
         return []
     finally:

@@ -1,6 +1,6 @@
 """The experts of each family of mixtures, from its configuration.
 
-An entry of `MIXTURES` says what transformers' block of experts computes; `csrc/blocks/experts.c` computes it.
+An entry of `MIXTURES` describes what transformers' block of experts computes; `csrc/blocks/experts.c` computes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def experts_plan(config: Any) -> ExpertsPlan:
         raise UnknownLayerError(f"the experts of {config.model_type} are not declared")
     try:
         return make(config)
-    except (TypeError, ArithmeticError) as error:  # of fields that are null, or 0
+    except (TypeError, ArithmeticError) as error:  # a field is null or 0
         raise UnknownLayerError(f"its configuration does not fit its experts: {one_line(error)}") from error
 
 
@@ -40,7 +40,7 @@ def _qwen3(config: Any, **further: Any) -> ExpertsPlan:
 
 
 def _qwen2(config: Any) -> ExpertsPlan:
-    """With a shared expert that has a gate of its own."""
+    """Softmax, and a shared expert with its own gate."""
     shared = {"shared": "shared_expert", "shared_inner": config.shared_expert_intermediate_size}
     return _qwen3(config, **shared, shared_gate="shared_expert_gate")
 
@@ -61,7 +61,7 @@ def _gpt_oss(config: Any) -> ExpertsPlan:
 
 
 def _groups(config: Any) -> dict[str, int]:
-    """The groups of experts from some of which a router chooses."""
+    """The groups of experts: the router chooses from a few of them."""
     groups, used = getattr(config, "n_group", 1) or 1, getattr(config, "topk_group", 1) or 1
     count, chosen = _field(config, "n_routed_experts", "num_experts"), config.num_experts_per_tok
     if groups > MAX_GROUPS or count % groups or not used * (count // groups) >= chosen:
@@ -70,7 +70,7 @@ def _groups(config: Any) -> dict[str, int]:
 
 
 def _field(config: Any, *names: str) -> Any:
-    """The value of a field that families call so."""
+    """The value of a field that has one of these names."""
     return next(getattr(config, name) for name in names if hasattr(config, name))
 
 
@@ -86,14 +86,14 @@ def _glm(config: Any, bias: str = "gate.e_score_correction_bias", **further: Any
 
 
 def _deepseek_v2(config: Any) -> ExpertsPlan:
-    """Softmax whose scores are not divided by their sum; its layers read no `norm_topk_prob`."""
+    """Softmax without dividing the chosen scores by their sum; its layers ignore `norm_topk_prob`."""
     if config.topk_method not in ("greedy", "group_limited_greedy"):
         raise UnknownLayerError(f"its router chooses experts by {config.topk_method!r}")
     return _deepseek(config, **(_groups(config) if config.topk_method != "greedy" else {}), normalizes=False)
 
 
 def _ernie4_5(config: Any) -> ExpertsPlan:
-    """Softmax with a bias for the choice."""
+    """Softmax with a bias that affects only the choice."""
     inner, num_shared = config.moe_intermediate_size, config.moe_num_shared_experts
     if config.use_bias:
         raise UnknownLayerError("its experts have biases")
@@ -132,7 +132,7 @@ def _lfm2(config: Any) -> ExpertsPlan:
 
 
 def _gemma4(config: Any) -> ExpertsPlan:
-    """Routers and experts that read different norms of the same numbers."""
+    """The router and the experts read different norms of the same hidden states."""
     return _qwen3(
         config,
         block="experts",

@@ -1,7 +1,7 @@
 """A model built from the plan of its family, without transformers, which takes seconds to import.
 
-Modules and parameters have the names that transformers gives them, and calls have its form, so that kernels, draft
-heads and loaders treat both alike. transformers' own model is the specification.
+Modules, parameters and calls are named as in transformers, so kernels, draft heads and loaders treat both alike.
+transformers' own model is the specification.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.models.decoder.rotary import RotaryAngles
 from slipstream.models.hf.recurrent_mixers import recurrent_states
 
 FULL = "full_attention"
-# types whose plan says everything about their models, with transformers' class; tests compare both
+# types whose plan describes the whole model, with transformers' class; tests compare both
 PLANNED = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -61,17 +61,17 @@ PLANNED = {
 
 
 class Configuration(SimpleNamespace):
-    """The fields of a model's configuration, with the methods of transformers' class that are called here."""
+    """The fields of a model's configuration, with the methods of transformers' class that Slipstream calls."""
 
     _attn_implementation = GROUPED
 
     @property
     def architectures(self) -> list[str]:
-        """The class that transformers has for the model."""
+        """The name of transformers' class for the model."""
         return [PLANNED[self.model_type]]
 
     def get_text_config(self, decoder: bool | None = None) -> Configuration:
-        """The configuration itself: there is no other part."""
+        """The configuration itself: it describes only a language model."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Configuration(SimpleNamespace):
 
 
 def planned_model(settings: Mapping[str, Any]) -> PlannedModel | None:
-    """The empty model of a configuration with these fields; None if its plan does not say everything about it."""
+    """The empty model of a configuration with these fields; None if no plan describes the whole model."""
     if settings["model_type"] not in PLANNED or {rope["rope_type"] for rope in _ropes(settings).values()} - STATIC:
         return None
     try:
@@ -98,7 +98,7 @@ class PlannedModel(nn.Module):
         """settings: the fields of its configuration."""
         super().__init__()
         self.config = Configuration(**settings)
-        # angles come in halves, in whichever order transformers' module has them
+        # this module's angles come in halves, whatever the order of transformers'
         plan = plan_of(self.config, MaskBuilder(self).windows)
         self.plan = plan.with_layers(angles_in_pairs=False, angles_of_pairs=False)
         self._fused: list[tuple[nn.Module, FusedLayer]] = []
@@ -116,7 +116,7 @@ class PlannedModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that it computes in."""
+        """The type in which it computes."""
         return torch.float32
 
     @property
@@ -125,7 +125,7 @@ class PlannedModel(nn.Module):
         return next(self.parameters()).device
 
     def get_decoder(self) -> nn.Module:
-        """All but the output layer."""
+        """Everything except the output layer."""
         module: nn.Module = self.model
         return module
 
@@ -141,13 +141,13 @@ class PlannedModel(nn.Module):
         self.lm_head = head
 
     def new_cache(self) -> SlotCache:
-        """An empty cache, with states of the recurrent layers if there are any."""
+        """An empty cache, with the states of any recurrent layers."""
         cache = SlotCache(len(self.plan.layers))
         cache.states = recurrent_states(self)
         return cache
 
     def linear_calls(self) -> list[tuple[nn.Linear, Tensor]]:
-        """What `fused_linear.linear_calls` finds by a forward, which an empty model cannot make."""
+        """The result of `fused_linear.linear_calls`, which needs a forward, derived without one."""
         calls: list[tuple[nn.Linear, Tensor]] = []
         for layer, plan in zip(self.model.layers, self.plan.layers, strict=True):
             for paths in (plan.qkv, (plan.out,), plan.gate_up, (plan.down,)):
@@ -156,7 +156,7 @@ class PlannedModel(nn.Module):
         return [*calls, (self.lm_head, torch.empty(0))]
 
     def fused_layers(self) -> list[tuple[nn.Module, FusedLayer]]:
-        """The layers and their forwards, by operators of PyTorch until `use_compiled_ops` changes that."""
+        """The layers and their forwards, which run PyTorch's operators until `use_compiled_ops` replaces them."""
         if not self._fused:
             self._fused = fused_layers(self, self.plan)
             for layer, forward in self._fused:
@@ -172,7 +172,7 @@ class PlannedModel(nn.Module):
         use_cache: bool = True,
         logits_to_keep: int | Tensor = 0,
     ) -> SimpleNamespace:
-        """Logits of tokens [B, W], layer by layer; without a cache, of whole texts."""
+        """Logits of tokens [B, W], layer by layer; without a cache the tokens are complete sequences."""
         self.fused_layers()  # gives them their forward
         if past_key_values is None or position_ids is None:
             past_key_values, position_ids = self.new_cache(), torch.arange(input_ids.shape[1])
@@ -202,7 +202,7 @@ class PlannedModel(nn.Module):
 
 
 class PlannedNorm(nn.Module):
-    """A norm by its formula, which `fused_layer.Norm` computes in one operator."""
+    """A norm as its formula says; `fused_layer.Norm` computes it in one operator."""
 
     def __init__(self, size: int, plan: NormPlan, *, has_bias: bool) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class PlannedNorm(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """The norm of Mamba-2, over groups of numbers that have been multiplied by their gates."""
+    """The norm of Mamba-2: multiplies by the gates, then normalizes groups."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class GatedNorm(nn.Module):
 
 
 def _layer(plan: LayerPlan, settings: Mapping[str, Any]) -> nn.Module:
-    """An empty layer with the modules that its plan names; norms come in transformers' order, which `digest` sees."""
+    """An empty layer with the modules of its plan; norms come in transformers' order, on which `digest` depends."""
     layer, hidden, heads = nn.Module(), settings["hidden_size"], plan.heads * plan.size
     keys = plan.key_heads * plan.size
     kind, use_bias = settings["model_type"], settings.get("use_bias", False)
@@ -265,7 +265,7 @@ def _layer(plan: LayerPlan, settings: Mapping[str, Any]) -> nn.Module:
 
 
 def _recurrent(plan: LayerPlan, settings: Mapping[str, Any]) -> tuple[nn.Module, int, int]:
-    """An empty module of `recurrent_mixers.FORMS`, without its products; outputs of the first, inputs of the last."""
+    """An empty module of `recurrent_mixers.FORMS` without its products, and their sizes: first outputs, last inputs."""
     mixer: Any = nn.Module()
     mixer.layer_idx, hidden = plan.index, settings["hidden_size"]
     if plan.recurrent == "conv":
@@ -291,7 +291,7 @@ def _convolution(channels: int, taps: int, *, has_bias: bool) -> nn.Module:
 
 
 def _empty_linear(inputs: int, outputs: int, *, has_bias: bool) -> nn.Linear:
-    """A layer whose weights are never drawn, unlike those that `nn.Linear` makes: drawing imports `torch._dynamo`."""
+    """A layer without initialized weights: `nn.Linear` draws them, which imports `torch._dynamo`."""
     linear = nn.Linear.__new__(nn.Linear)
     nn.Module.__init__(linear)
     linear.in_features, linear.out_features = inputs, outputs

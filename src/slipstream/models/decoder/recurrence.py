@@ -1,15 +1,15 @@
-"""Recurrent layers: what they compute between their projections, token by token, and their states, one per slot.
+"""Recurrent layers between their projections, computed token by token, and their states, one per slot.
 
-The functions are the specification of `csrc/recurrence.c`. A short causal convolution over each channel, then for each
-head a state S [key size, value size] that fades and takes in every token: S <- a S + k (b (v - m)), out = S^T q, all in
-float32. With m = (a S)^T k this is the gated delta rule (Yang et al. 2024, arXiv:2412.06464, section 3.1), with m = 0
-the state space of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 3). Every token takes the same operations in the
-same order whatever comes with it.
+The functions are the specification of `csrc/recurrence.c`. A short causal convolution runs over each channel; then each
+head has a state S [key size, value size] that decays and takes in every token: S <- a S + k (b (v - m)), out = S^T q,
+all in float32. With m = (a S)^T k this is the gated delta rule (Yang et al. 2024, arXiv:2412.06464, section 3.1), with
+m = 0 the state space of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 3). Every token takes the same operations
+in the same order, whatever else the forward computes.
 
 A state cannot be cut back to an earlier position. So `RecurrentStates` keeps, for each row, the state at the last final
-position and the inputs of the tokens behind it. A forward copies that state, repeats the kept inputs up to its own
-first token (which costs the recurrence's arithmetic, but no product with weights), and continues from there. Rejected
-tokens cost nothing. Further copies are kept where prompts ended, for texts that begin with the same prompt.
+position and the inputs of the tokens after it. A forward copies that state, replays the kept inputs up to its own first
+token (which costs the recurrence's arithmetic, but no product with weights), and continues from there. Rejected tokens
+cost nothing. Copies are also kept at the ends of prompts, for rows that begin with the same prompt.
 """
 
 from __future__ import annotations
@@ -24,34 +24,29 @@ from torch.nn.functional import silu, softplus
 
 from slipstream.errors import SlipstreamError
 
-EPSILON = 1e-6  # under the root of normalized queries and keys
+EPSILON = 1e-6  # added under the square root when queries and keys are normalized
 RING = 64  # inputs kept at first
-PROMPT = 16  # a forward of about so many final tokens, or more, leaves a copy, since other texts may begin alike
-COPIES = 1 << 30  # largest number of bytes of all copies together
+PROMPT = 16  # a forward of about this many final tokens or more leaves a copy, since other rows may share the prefix
+COPIES = 1 << 30  # bytes, the limit for all copies together
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a recurrence. queries, keys, values: the channels of the convolution at which they begin.
-
-    corrects: whether the delta rule's m is subtracted; normalized: whether queries and keys are scaled to length 1.
-    rate, shift: [count], with a = exp(rate * step) and step = softplus(gate + shift). skip: [count], factors of the
-    values that are added to the output; None if none are. least_step: the smallest step, without the delta rule.
-    """
+    """The heads of a recurrence, with a = exp(rate * step) and step = softplus(gate + shift)."""
 
     count: int
     key_count: int
     key_size: int
     value_size: int
-    queries: int
+    queries: int  # the convolution's channel at which queries begin
     keys: int
     values: int
-    corrects: bool
-    normalized: bool
-    rate: Tensor
-    shift: Tensor
-    skip: Tensor | None = None
-    least_step: float = 0.0
+    corrects: bool  # subtracts m, as the delta rule does
+    normalized: bool  # scales queries and keys to length 1
+    rate: Tensor  # [count]
+    shift: Tensor  # [count]
+    skip: Tensor | None = None  # [count], factors of the values that are added to the output; None: none are added
+    least_step: float = 0.0  # the smallest step, without the delta rule
 
     @property
     def gates(self) -> int:
@@ -61,15 +56,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A convolution of weight [C, taps] and bias [C], float32, and, behind SiLU, the heads, if there are any.
+    """A convolution and, after SiLU, its heads, if there are any."""
 
-    dtype: what the model rounds to.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
+    weight: Tensor  # [C, taps] float32
+    bias: Tensor | None  # [C] float32
     heads: Heads | None
-    dtype: torch.dtype
+    dtype: torch.dtype  # to which the model rounds
 
     @property
     def channels(self) -> int:
@@ -99,41 +91,35 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Projection:
-    """Where a recurrent layer's numbers begin in what its first product computes, and how its outputs are gated.
+    """The offsets of a recurrent layer's numbers in its first product, and how its outputs are gated.
 
-    channels, gates: of the recurrence's inputs; factors: the numbers by which the channels are multiplied, if there are
-    any. rest: the gates of the outputs. norm: weight and epsilon of a norm of the outputs, in groups of `group`, after
-    which they are multiplied by the SiLU of their gates or, if gates_first, before; without it by the gates themselves.
+    With a norm, outputs are multiplied by the SiLU of their gates, otherwise by the gates themselves.
     """
 
-    channels: int
-    gates: int
-    rest: int
-    factors: int | None = None
-    norm: tuple[Tensor, float] | None = None
-    group: int = 0
-    gates_first: bool = False
+    channels: int  # offset of the recurrence's channels
+    gates: int  # offset of the recurrence's gates
+    rest: int  # offset of the gates of the outputs
+    factors: int | None = None  # offset of numbers that multiply the channels, if there are any
+    norm: tuple[Tensor, float] | None = None  # of the outputs: weight and epsilon
+    group: int = 0  # outputs that are normalized together
+    gates_first: bool = False  # multiplies by the gates before the norm, not after
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A row's part of a forward: `count` tokens of `slot` from position `start` on.
-
-    known: the position of the kept state, at most `start`; the inputs from there to `start` are kept as well. keep: the
-    position whose state this forward keeps instead.
-    """
+    """One row's tokens in a forward: `count` tokens of `slot` from position `start` on."""
 
     slot: int
     start: int
     count: int
-    known: int
-    keep: int
+    known: int  # position of the kept state, at most `start`; the inputs from there to `start` are kept, too
+    keep: int  # position of the state that this forward keeps in its place
 
 
 class LayerMemory:
-    """What is kept of one layer: states [slots, ...], float32, and the latest inputs [slots, ring, inputs].
+    """The memory of one layer: states [slots, ...], float32, and the latest inputs [slots, ring, inputs].
 
-    The input at position p is at p modulo the ring's length.
+    The input at position p is stored at p modulo the ring's length.
     """
 
     def __init__(self, recurrence: Recurrence) -> None:
@@ -142,7 +128,7 @@ class LayerMemory:
         self.inputs = torch.zeros(0, 0, recurrence.inputs, dtype=recurrence.dtype, device=device)
 
     def resize(self, slots: int, ring: int, ends: Sequence[int]) -> None:
-        """Hold this many slots and latest inputs. ends: for each present slot, the position behind its last input."""
+        """Hold this many slots and latest inputs. ends: for each existing slot, the position after its last input."""
         states, inputs = self.states, self.inputs
         self.states = states.new_zeros(slots, *states.shape[1:])
         self.states[: len(states)] = states
@@ -190,7 +176,7 @@ def _advance_row(recurrence: Recurrence, memory: LayerMemory, segment: Segment, 
 
 
 def convolve(recurrence: Recurrence, x: Tensor) -> Tensor:
-    """Channels x [taps - 1 + n, C] -> [n, C], float32, rounded where the model rounds; not activated yet."""
+    """Channels x [taps - 1 + n, C] -> [n, C], float32, rounded where the model rounds; before the activation."""
     count = len(x) - recurrence.taps + 1
     x = x.float()
     mixed = torch.zeros(count, recurrence.channels, dtype=torch.float32, device=x.device)
@@ -204,9 +190,9 @@ def convolve(recurrence: Recurrence, x: Tensor) -> Tensor:
 def _take_in(
     recurrence: Recurrence, heads: Heads, state: Tensor, mixed: Tensor, gates: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The state after a token of channels [C] and gates, and the token's output [outputs].
+    """The state after one token with channels [C] and gates, and the token's output [outputs].
 
-    One token at a time, since PyTorch rounds functions such as exp differently at the end of a tensor.
+    It takes one token at a time, since PyTorch rounds functions such as exp differently at the end of a tensor.
     """
     fade, take = _gates(recurrence, heads, gates)
     mixed = silu(mixed.to(recurrence.dtype)).float()
@@ -222,7 +208,7 @@ def _take_in(
 
 
 def _gates(recurrence: Recurrence, heads: Heads, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors a, of the state that stays, and b, of the token that is taken in: [heads] each, float32."""
+    """The factors a of the old state and b of the new token, [heads] each, float32."""
     if heads.corrects:
         take, step = gates[: heads.count].sigmoid().float(), softplus(gates[heads.count :].float() + heads.shift)
         return (heads.rate * step).exp(), take
@@ -241,12 +227,12 @@ def _normalized(vectors: Tensor) -> Tensor:
 
 
 Advance = Callable[[LayerMemory, Sequence[Segment], Tensor], Tensor]
-Copy = Sequence[tuple[Tensor, Tensor]]  # for each layer, a state and the inputs that the next token's convolution sees
+Copy = Sequence[tuple[Tensor, Tensor]]  # per layer, a state and the inputs that the next token's convolution sees
 
 
 @dataclass
 class SlotPositions:
-    """What a slot holds: the state at position `kept`, and the inputs from there to `end`."""
+    """The positions that a slot holds: a state at `kept`, and the inputs from there to `end`."""
 
     kept: int = 0
     end: int = 0
@@ -256,7 +242,7 @@ class RecurrentStates:
     """The states of all recurrent layers of a model, by slot, and the functions that advance them."""
 
     def __init__(self, layers: Mapping[int, tuple[Recurrence, Advance | None]]) -> None:
-        """layers: by number, each with its compiled form; None: `advance` of this module computes it."""
+        """layers: by number, each with its compiled recurrence; None: `advance` of this module computes it."""
         self._layers = {i: recurrence for i, (recurrence, _) in layers.items()}
         self._advances = {i: compiled for i, (_, compiled) in layers.items() if compiled is not None}
         self._memory = {i: LayerMemory(recurrence) for i, recurrence in self._layers.items()}
@@ -265,7 +251,7 @@ class RecurrentStates:
         self._slots: list[SlotPositions] = []
         self._final_positions: dict[int, int] = {}
         self._segments: list[Segment] = []
-        self._copies: OrderedDict[tuple[int, int], Copy] = OrderedDict()  # (slot, position), the latest used last
+        self._copies: OrderedDict[tuple[int, int], Copy] = OrderedDict()  # by (slot, position), oldest use first
 
     @property
     def compiled(self) -> bool:
@@ -280,7 +266,7 @@ class RecurrentStates:
             self._resize(self._ring, ends)
 
     def mark_final(self, slot: int, position: int) -> None:
-        """Call before a forward: the text is final up to `position`; later ones begin there, behind it, or at a copy.
+        """Declare tokens up to `position` final, before a forward: later forwards begin there or later, or at a copy.
 
         Without this call a later forward may begin only a few tokens before the end of this one.
         """
@@ -293,7 +279,7 @@ class RecurrentStates:
         return max([near, *(position for position in self._copied_positions(slot) if position <= limit)])
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Copy the state of another slot, and the inputs behind it, up to `length`."""
+        """Copy another slot's state, and the inputs after it, up to `length`."""
         for position in self._copied_positions(destination):
             del self._copies[destination, position]
         for position in self._copied_positions(source):
@@ -328,17 +314,17 @@ class RecurrentStates:
         needed = max(segment.start + width - segment.keep for segment in self._segments) + self._taps - 1
         if needed > self._ring:
             self._resize(1 << (needed - 1).bit_length(), [slot.end for slot in self._slots])
-        # a forward that fails leaves layers at different positions, so until `end` the slots count as empty
+        # a failing forward leaves layers at different positions, so the slots count as empty until `end`
         for segment in self._segments:
             self._slots[segment.slot] = SlotPositions()
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """The rows of the forward that `begin` has prepared."""
+        """The rows of the forward that `begin` prepared."""
         return self._segments
 
     def memory(self, layer: int) -> LayerMemory:
-        """What is kept of a layer."""
+        """The memory of a layer."""
         return self._memory[layer]
 
     def run(self, layer: int, x: Tensor) -> Tensor:
@@ -349,7 +335,7 @@ class RecurrentStates:
         return advance(self._layers[layer], memory, self._segments, x)
 
     def end(self) -> None:
-        """Record the positions that the forward has reached, and keep a copy behind a prompt."""
+        """Record the positions that the forward has reached, and keep a copy at the end of a prompt."""
         for segment in self._segments:
             slot, end = segment.slot, segment.start + segment.count
             self._slots[slot] = SlotPositions(segment.keep, end)

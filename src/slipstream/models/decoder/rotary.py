@@ -1,6 +1,7 @@
-"""Rotary angles by position, for the kinds of scaling in `around_layers.STATIC`.
+"""Rotary angles by position, for the types of scaling in `around_layers.STATIC`.
 
-The specification is transformers' `modeling_rope_utils`, to the bit: operations run in its order.
+The specification is transformers' `modeling_rope_utils`; results are equal to the bit, since operations run in its
+order.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ class RotaryAngles(nn.Module):
     """Cosines and sines of each type of layer."""
 
     def __init__(self, parameters: Mapping[str, Mapping[str, Any]], size: int) -> None:
-        """parameters: by types of layers, as in a configuration's `rope_parameters`; size: of a head."""
+        """parameters: by type of layer, as in a configuration's `rope_parameters`; size: of a head."""
         super().__init__()
         self.rope_type = {kind: str(settings["rope_type"]) for kind, settings in parameters.items()}
         self._scaled = {kind: frequencies(settings, size) for kind, settings in parameters.items()}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
-        """[B, W, rotated] of positions [B, W], in the type of x; the angles of a head's two halves are the same."""
+        """Cosines and sines [B, W, rotated] at positions [B, W], in the type of x; both halves have the same angles."""
         frequencies, factor = self._scaled[layer_type]
         half = position_ids[..., None].float() * frequencies
         angles = torch.cat((half, half), -1)
@@ -31,7 +32,7 @@ class RotaryAngles(nn.Module):
 
 
 def frequencies(settings: Mapping[str, Any], size: int) -> tuple[Tensor, float]:
-    """The angle per position of each pair of numbers [rotated / 2], and the factor of cosines and sines."""
+    """The angle per position of each pair of numbers, [rotated / 2], and a factor for cosines and sines."""
     rotated = int(size * settings.get("partial_rotary_factor", 1.0))
     periods = settings["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float) / rotated)
     kind = settings["rope_type"]
@@ -44,7 +45,7 @@ def frequencies(settings: Mapping[str, Any], size: int) -> tuple[Tensor, float]:
 
 
 def _llama3(settings: Mapping[str, Any], frequencies: Tensor) -> Tensor:
-    """Llama 3.1 (arXiv 2407.21783): only waves that are long for the original context are stretched."""
+    """Llama 3.1 (arXiv 2407.21783): stretches only waves that are long relative to the original context."""
     factor, original = settings["factor"], settings["original_max_position_embeddings"]
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     lengths = 2 * math.pi / frequencies
@@ -60,7 +61,7 @@ def _yarn(settings: Mapping[str, Any], periods: Tensor, rotated: int) -> tuple[T
     factor, original = settings["factor"], settings["original_max_position_embeddings"]
 
     def place(turns: float) -> float:
-        """Which frequency turns so often within the original context."""
+        """The index of the frequency that makes this many turns within the original context."""
         return (rotated * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(settings["rope_theta"]))
 
     first, last = place(settings.get("beta_fast") or 32), place(settings.get("beta_slow") or 1)

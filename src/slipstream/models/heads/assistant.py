@@ -1,9 +1,9 @@
-"""Gemma 4's assistants: small models without keys of their own, which attend to those that the target has cached.
+"""Gemma 4's assistants: small models without keys of their own, which attend to the target's cached keys.
 
-A row of an assistant takes a token's embedding and the target's last hidden state, after the final norm, of the
-position before it; from the second token of a draft on, the assistant's own output replaces that hidden state. Every
-layer reads the keys and values of the target's last layer of the same kind that has its own. All tokens of a draft are
-computed at the position of the newest token, and none of them leaves a key, so there is no prompt to read.
+A row of an assistant takes a token's embedding and the target's last hidden state, after the final norm, at the
+position before; from the second token of a draft on, the assistant's own output replaces that hidden state. Every layer
+reads the keys and values of the target's last layer of the same type that has its own. All tokens of a draft are
+computed at the position of the newest token, and none is cached, so there is no prompt to read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AssistantBackend(FeatureReader):
     attended_unit = 1
 
     def __init__(self, model: Any, target: Loaded, sources: Mapping[str, int]) -> None:
-        """model: transformers' assistant. sources: by kind of layer, the target's layer whose keys it reads."""
+        """model: transformers' assistant. sources: by type of layer, the target's layer whose keys it reads."""
         backend: Any = target.backend
         super().__init__([backend.num_layers])
         self.model, self._cache, self._sources = model, backend.cache, sources
@@ -90,10 +90,9 @@ class AssistantBackend(FeatureReader):
         return [width - 1 - max(ahead) + count for count in ahead]
 
     def _seen(self, slots: range, read: list[int]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """By kind of layer: keys and values [B, heads, L, D] that the target has cached, and which of them [B, 1, 1, L]
-        each row attends to.
+        """By type of layer: the target's cached keys and values [B, heads, L, D], and a mask [B, 1, 1, L] for each row.
 
-        A row of which nothing was read attends to one key, whatever that is: attention to no key at all is NaN.
+        A row without cached tokens attends to one arbitrary key, since attention to no key is NaN.
         """
         length = max(1, *read)
         counts, places = torch.tensor(read, device=self.device)[:, None], torch.arange(length, device=self.device)
@@ -120,7 +119,7 @@ class AssistantBackend(FeatureReader):
         read: list[int],
         seen: dict[str, tuple[Tensor, Tensor, Tensor]],
     ) -> Tensor:
-        """[B, 1, V] after tokens [B, 1] at these positions."""
+        """Logits [B, 1, V] after tokens [B, 1] at these positions."""
         where = torch.tensor([*slots], device=self.device)
         places = torch.tensor(positions, device=self.device)
         entering = self._returned[where, (places - 1) % MAX_DRAFT_TOKENS]
@@ -183,14 +182,14 @@ def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> As
     refuse_draft_dtype(files.source, options, device, dtype, reason)
     if reason is None and (options.fast is not False or options.quantize in BITS):
         convert = converter(num_weights(model), model.dtype, options)
-        pack(model, convert, [] if model.masked_embedding is None else [model.lm_head])  # some rows of it are read
+        pack(model, convert, [] if model.masked_embedding is None else [model.lm_head])  # its rows are looked up
     return AssistantBackend(model, target, sources)
 
 
 def _sources(config: Any, files: HeadFiles, target: Loaded) -> dict[str, int]:
-    """By kind of the assistant's layers, the target's layer whose keys and values they read.
+    """By type of the assistant's layers, the target's layer whose keys and values they read.
 
-    Raises `UsageError` if an assistant with this configuration was made for another target.
+    Raises `UsageError` if an assistant with this configuration belongs to another target.
     """
     backend: Any = target.backend
     text_config, target_config = config.get_text_config(), backend.model.config.get_text_config()

@@ -1,7 +1,7 @@
 """Runs a head's only layer, after its joint projection, in one call of the kernels; for bfloat16 on a CPU.
 
-A draft step is short, so that the calls of its operators take longer than their arithmetic. `HeadNetwork.layer` is
-the specification, operator by operator.
+In a draft step, calling operators takes longer than their arithmetic. The specification is `HeadNetwork.layer`,
+operator by operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CompiledLayer:
         """products: the network's qkv, out, gate_up and down."""
         config, weights = network.config, network.weights
         self.network, self.rope = network, network.rope
-        self._products, self._norms = products, list[Tensor]()  # the structs have addresses only
+        self._products, self._norms = products, list[Tensor]()  # kept: the structs have only their addresses
         head_norms = [None] * 2 if weights.head_norms is None else [weights.head_norms[i, 0] for i in (0, -1)]
         queries, keys = (self._norm(norm, rounds_first=1) for norm in head_norms)
         self._layer = LayerStruct(
@@ -62,8 +62,8 @@ class CompiledLayer:
     ) -> Tensor:
         """The outputs [B, W, H] of rows with a residual [B, W, H] and projections `heads` [B, W, all heads * D].
 
-        rope: [2, B * W, D] cosines and sines. where: [3, B * W] each token's slot, the last place of keys and values
-        [slots, key heads, places, D] that it sees, and the place that it is written to.
+        rope: [2, B * W, D], cosines and sines. where: [3, B * W], each token's slot, the last place that it sees in
+        keys and values [slots, key heads, places, D], and the place to which it is written.
         """
         residual, heads, tokens = residual.contiguous(), heads.contiguous(), where.shape[1]
         length, layer = keys.stride(1) // self._size, ctypes.addressof(self._layer)
@@ -79,7 +79,7 @@ class CompiledLayer:
 
 
 def compiled_layer(network: HeadNetwork) -> CompiledLayer | None:
-    """The compiled form of a head's layer; None where the kernels do not take its weights or sizes."""
+    """The compiled layer of a head; None if the kernels do not support its weights or sizes."""
     weights = network.weights
     library = kernels() if network.device.type == "cpu" and network.dtype == torch.bfloat16 else None
     linears = weights.qkv, weights.out, weights.gate_up, weights.down

@@ -1,10 +1,9 @@
 """Heads of DFlash (arXiv 2602.06036): several decoder layers fill in a block of mask tokens in one forward.
 
-A block is the newest token, followed by mask tokens in place of those to come; within it every row sees every other, or
-in some heads only those before it. The text before the block enters every layer as keys and values: the target's
-features of a position are projected once, and each layer projects the result to its keys and values. DSpark and DFlash
-2 add a chain, which changes the scores of a place by the tokens drafted before it; DFlash 2 also mixes each row with
-those before it.
+A block is the newest token, followed by mask tokens for those to come; within it every row sees all others, or in some
+heads only earlier ones. Tokens before the block enter every layer as keys and values: the target's features of each
+position are projected once, and each layer projects the result to its keys and values. DSpark and DFlash 2 add a chain,
+which corrects the scores of a place by the tokens drafted before it; DFlash 2 also mixes each row with earlier rows.
 """
 
 from __future__ import annotations
@@ -27,25 +26,21 @@ class Chain(Protocol):
     """Corrects the scores of a place once the tokens before it are known."""
 
     def __call__(self, scores: Tensor, outputs: Tensor, before: Tensor) -> Tensor:
-        """[B, V] from the block's own scores [B, V] of the last of K places.
+        """Corrected scores [B, V] of the last of K places. scores: [B, V], the block's own.
 
-        outputs: [B, K, H] of the block's places; before: [B, K] the token before each of them.
+        outputs: [B, K, H], of the block's places; before: [B, K], the token before each place.
         """
 
 
 @dataclass(frozen=True)
 class MarkovChain:
-    """DSpark (arXiv 2607.05147): adds to the scores of a place a product of rank R of the token before it.
+    """DSpark (arXiv 2607.05147): adds to the scores of a place a product of rank R with the token before it."""
 
-    tokens: [V, R] of the token before; add: from R to scores. gate, joint: with biases; of the kinds "gated" and "rnn",
-    else None. token_ids: the ids of the tokens that `add` scores; None for the whole vocabulary.
-    """
-
-    tokens: Tensor
-    add: Linear
-    gate: Linear | None = None
-    joint: Linear | None = None
-    token_ids: Tensor | None = None
+    tokens: Tensor  # [V, R], of the token before
+    add: Linear  # from R to scores
+    gate: Linear | None = None  # with a bias, if the head type is "gated"
+    joint: Linear | None = None  # with a bias, if the head type is "rnn"
+    token_ids: Tensor | None = None  # of the tokens that `add` scores; None for the whole vocabulary
 
     def __call__(self, scores: Tensor, outputs: Tensor, before: Tensor) -> Tensor:
         added = self.add(self._state(outputs, before)).to(scores.dtype)
@@ -62,7 +57,7 @@ class MarkovChain:
         return torch.sigmoid(self.gate(torch.cat([outputs[:, -1], token], -1))) * token
 
     def _recurrent_state(self, joint: Linear, outputs: Tensor, before: Tensor) -> Tensor:
-        """The recurrence's output at the last place. It runs from the first place on every time: a block is short."""
+        """The recurrence's output at the last place. Blocks are short, so it always starts at the first place."""
         tokens = embedding(before, self.tokens)
         state = output = torch.zeros_like(tokens[:, 0])
         for place in range(before.shape[1]):
@@ -75,7 +70,7 @@ class MarkovChain:
 
 @dataclass(frozen=True)
 class Confidence:
-    """DSpark's estimate of how likely the token that it drafts in a place is to be accepted, if those before it are.
+    """DSpark's estimate of the probability that a drafted token is accepted if those before it are.
 
     weight: [1, H + R] with tokens [V, R], a `MarkovChain`'s; [1, H] without. bias: [1].
     """
@@ -92,9 +87,10 @@ class Confidence:
 
 @dataclass(frozen=True)
 class CandidateChain:
-    """DFlash 2: keeps the `count` likeliest tokens of a place and adds to each how well it fits the token before it.
+    """DFlash 2: keeps the `count` likeliest tokens of a place, and adds to each a score for its fit with the token
+    before.
 
-    before, after: [V, R] of the token before and of the token itself; project: from outputs to R.
+    before, after: [V, R], of the token before and of the token itself; project: from outputs to R.
     """
 
     before: Tensor
@@ -111,10 +107,10 @@ class CandidateChain:
 
 @dataclass(frozen=True)
 class LocalMix:
-    """Mixes each row with the rows before it; DFlash 2 does so before and after a layer's attention and its MLP.
+    """Mixes each row with earlier rows; DFlash 2 does so before and after a layer's attention and its MLP.
 
-    base: [2, taps, H] the shares of a row and of those before it, for before and after. project: from a row to what it
-    adds to these shares, [2 * taps * groups]: one number for each group of neighboring columns.
+    base: [2, taps, H], the shares of a row and of earlier rows, for before and after. project: from a row to changes of
+    these shares, [2 * taps * groups], one number for each group of neighboring columns.
     """
 
     base: Tensor
@@ -128,7 +124,7 @@ class LocalMix:
 
 
 def mixed(x: Tensor, shares: Tensor) -> Tensor:
-    """[B, W, H] each row of a block mixed with those before it, by the shares [B, W, taps, H] of both."""
+    """[B, W, H], each row of a block mixed with earlier rows, by their shares [B, W, taps, H]."""
     shifted = [pad(x, (0, 0, tap, 0))[:, : x.shape[1]] for tap in range(shares.shape[2])]
     return (torch.stack(shifted, 2) * shares).sum(2)
 
@@ -137,8 +133,8 @@ def mixed(x: Tensor, shares: Tensor) -> Tensor:
 class DFlashLayer:
     """A decoder layer's products and norms. key_value and gate_up are joint.
 
-    window: how many positions before the block it sees, None for all. is_causal: a row of the block sees those before
-    it.
+    window: number of positions before the block that it sees; None for all. is_causal: a row of the block sees only
+    earlier rows.
     """
 
     query: Linear
@@ -158,8 +154,9 @@ class DFlashLayer:
 
 @dataclass(frozen=True)
 class DFlashWeights:
-    """All weights of a head. embed, and perhaps lm_head: the target's. chain: None if places are drafted independently;
-    confidence: None if the head does not estimate how likely its tokens are to be accepted.
+    """All weights of a head. embed, and in some heads lm_head, are the target's.
+
+    chain: None if places are drafted independently; confidence: None if the head does not estimate acceptance.
     """
 
     fc: Linear
@@ -180,7 +177,7 @@ class DFlashNetwork(HeadLayers):
         self.weights = weights
 
     def context(self, features: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """[K, N, D] keys and values of positions from `start` on, of features [N, layers * target's hidden size]."""
+        """Keys and values [K, N, D] of positions from `start` on, from features [N, layers * target's hidden size]."""
         entered = self._norm(self.weights.fc(features.to(self.dtype)), self.weights.feature_norm)
         positions = torch.arange(start, start + len(features), device=self.device)[None]
         pairs = [self._key_value(layer, entered[None], positions) for layer in self.weights.layers]
@@ -189,8 +186,8 @@ class DFlashNetwork(HeadLayers):
     def block(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, distance: Tensor) -> Tensor:
         """[B, W, H] normed outputs of a block of tokens [B, W] at positions [B, W].
 
-        keys, values: [B, K, L, D] of the text before it. distance: [B, L] how far each position is before the block: 1
-        for the last of the text, 0 or less where there is no text.
+        keys, values: [B, K, L, D], of the text before it. distance: [B, L], from each position to the block: 1 for the
+        last token of the text, 0 or less where there is no text.
         """
         hidden, count = self.weights.embed(tokens).to(self.dtype), self.config.num_key_heads
         kinds = {(layer.window, layer.is_causal) for layer in self.weights.layers}
@@ -226,7 +223,7 @@ class DFlashNetwork(HeadLayers):
 
 
 def _mask(window: int | None, is_causal: bool, distance: Tensor, width: int) -> Tensor:
-    """[B, W, L + W] true where a row of a block sees a position of the text or another row."""
+    """[B, W, L + W], True where a row of a block sees a position of the text or another row."""
     seen = distance > 0 if window is None else (distance > 0) & (distance <= window)
     within = torch.ones(width, width, dtype=torch.bool, device=distance.device)
     within = within.tril() if is_causal else within
@@ -236,9 +233,8 @@ def _mask(window: int | None, is_causal: bool, distance: Tensor, width: int) -> 
 class DFlashBackend(FeatureReader):
     """Drafts a block per forward, after the text that the target has read.
 
-    The cache holds keys and values of the target's features only, never a block's, so a slot is right as far as the
-    target has read it.
-    mask_token, block_size, first_place: see `ParallelDrafts`.
+    The cache holds only keys and values of the target's features, never a block's, so a slot is valid as far as the
+    target has read it. mask_token, block_size, first_place: see `ParallelDrafts`.
     """
 
     attended_unit = 1
@@ -310,7 +306,7 @@ class DFlashBackend(FeatureReader):
         return confidence(self._outputs[: len(newest), 0, before.shape[1] - 1], before[:, -1])
 
     def _before(self, newest: Sequence[int], draft: Tensor) -> Tensor:
-        """[B, places] the token before each place of a block up to that of the draft's next token."""
+        """[B, places], the token before each place of a block, up to the place of the draft's next token."""
         first = torch.tensor(newest, device=self.device)[:, None]
         return torch.cat([first.expand(-1, 1 + self.first_place), draft.to(self.device)], 1)
 

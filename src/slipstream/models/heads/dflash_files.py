@@ -1,6 +1,6 @@
 """Reads heads of DFlash, DFlash 2 and DSpark, in the layouts of their authors and in that of `speculators`.
 
-The authors number the target's layers by what leaves them, `speculators` by what enters them.
+The authors number hidden states by the layer that they leave, `speculators` by the layer that they enter.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ COMPUTED_HERE: dict[str, tuple[Any, ...]] = {
     "output_multiplier": (1,),
     "final_logit_softcapping": (None,),
 }
-# DSpark's last place of a block has scores, too: ModelOpt says so
+# ModelOpt's flag that DSpark scores the last place of a block, too
 COMPUTED_OF_DSPARK = {"projector_type": (DSPARK,), "shift_label": (True,)}
 MARKOV_KINDS = "vanilla", "gated", "rnn"
 
@@ -74,9 +74,9 @@ def read_dflash(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded)
 
 
 def _anchor_drafts(files: HeadFiles) -> bool:
-    """True if the newest token's place in a block has the scores of the token after it.
+    """True if the newest token's place in a block scores the token after it.
 
-    Raises `UsageError` where readers differ: early `speculators` wrote heads of DSpark without saying so.
+    Raises `UsageError` if that is unclear: early versions of `speculators` wrote DSpark heads without the flag.
     """
     drafts: bool | None = files.flags.get("sample_from_anchor")
     if drafts is None and files.kind == DSPARK and files.is_of_speculators:
@@ -104,7 +104,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target: Loaded) -> 
 
 
 def _layers(files: HeadFiles, count: int, target: str) -> tuple[int, ...]:
-    """The layers whose entering hidden states are the features; without any named, those of the authors' code."""
+    """The layers whose inputs are the features; if the files name none, those of the authors' code."""
     entering = files.settings.get("aux_hidden_state_layer_ids")
     leaving = files.flags.get("target_layer_ids")
     if entering is None and leaving is None and not files.is_of_speculators:
@@ -124,7 +124,7 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
     model: Any = target.backend.model  # type: ignore[attr-defined]
     read = TensorReader(files, tensors, target.backend.device)
     size, embedding_layer = config.hidden_size, model.get_input_embeddings()
-    # without the factor that some models multiply their embedding with
+    # without the factor that some models apply to their embedding
     embed = (
         partial(embedding, weight=embedding_layer.weight)
         if isinstance(embedding_layer, nn.Embedding)
@@ -146,7 +146,7 @@ def _weights(files: HeadFiles, tensors: Mapping[str, Tensor], config: HeadConfig
 
 
 def _chain(files: HeadFiles, read: TensorReader, config: HeadConfig) -> Chain | None:
-    """What corrects the scores of a place by the tokens drafted before it; None for DFlash."""
+    """The chain that corrects the scores of a place by the tokens before it; None for DFlash."""
     size, vocab_size, flags = config.hidden_size, config.vocab_size, files.flags
     if files.kind == DFLASH2:
         if config.token_ids is not None:
@@ -228,6 +228,6 @@ def _layer(files: HeadFiles, read: TensorReader, config: HeadConfig, number: int
 
 
 def _windows_are_causal(files: HeadFiles) -> bool:
-    """Whether, in a layer with a window, a block's rows see only those before them, as `speculators` computes it."""
+    """True if a block's rows see only earlier rows in layers with a window, as in `speculators`."""
     sees_all = files.settings.get("sliding_window_non_causal", files.kind == DFLASH2)
     return files.is_of_speculators and not sees_all

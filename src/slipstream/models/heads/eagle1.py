@@ -1,7 +1,7 @@
 """Heads of EAGLE (Li et al. 2024, arXiv 2401.15077) and EAGLE-2: one decoder layer over tokens and last hidden states.
 
-EAGLE-2 has the same weights. A row's feature is the target's last hidden state after its final norm, at the position
-before it, or the layer's own output there if the target has not read that position yet. The target's output layer turns
+EAGLE-2 has the same weights. A row's feature is the target's last hidden state, after the final norm, at the position
+before; if the target has not read that position yet, it is the head's own output there. The target's output layer turns
 the layer's output into scores.
 """
 
@@ -33,7 +33,7 @@ LAYER = "layers.0."
 
 @dataclass(kw_only=True)
 class Eagle1Weights(LayerWeights):
-    """A head's products and its norm. final_norm, lm_head, and perhaps embed: the target's."""
+    """A head's products and its norm. final_norm, lm_head and, in some heads, embed are the target's."""
 
     fc: Linear
     final_norm: Callable[[Tensor], Tensor]

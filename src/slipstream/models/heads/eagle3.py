@@ -1,6 +1,7 @@
 """Reads heads of EAGLE-3 and P-EAGLE.
 
-Trainers number the target's layers differently: `speculators` by what enters them, the others by what leaves them.
+Trainers number hidden states differently: `speculators` by the layer that they enter, others by the layer that they
+leave.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
     check_size(files, target, "vocab_size", layer["vocab_size"], sizes["vocab_size"])
     count = target_config.num_hidden_layers
     listed = _layers(files, count)
-    # servers, with whose states heads are trained, pass on the states of layers in the order of the forward
+    # heads are trained on states from servers, which pass them on in the order of the layers
     layers = tuple(sorted(listed)) if len(set(listed)) == len(listed) else listed
     if max(layers) >= count or min(layers) < 0:
         raise UsageError(
@@ -102,9 +103,9 @@ def _config(files: HeadFiles, tensors: Mapping[str, Tensor], target_config: Any,
 
 
 def _unclear(files: HeadFiles) -> tuple[str, ...]:
-    """The settings of which `head_check` tries other values, too: layers, flags that are not set, and `norm_output`.
+    """The settings for which `head_check` also tries other values: layers, flags that are not set, and `norm_output`.
 
-    `norm_output` is unclear because for `speculators` it norms what is fed back, for others what is scored.
+    `norm_output` is unclear because for `speculators` it normalizes what is fed back, for others what is scored.
     """
     open_flags = tuple(name for name in ("norm_before_residual", "norm_output") if name not in files.flags)
     is_read_twice = "norm_output" in files.flags and not files.is_of_speculators
@@ -112,13 +113,13 @@ def _unclear(files: HeadFiles) -> tuple[str, ...]:
 
 
 def _layers(files: HeadFiles, count: int) -> tuple[int, ...]:
-    """The layers whose entering hidden states a head reads; without any named, those of the official code."""
+    """The layers whose inputs a head reads; if the files name none, those of the official code."""
     named = files.flags.get("eagle_aux_hidden_state_layer_ids", files.flags.get("target_layer_ids"))
     if named is None or named == []:
         return 2, count // 2, count - 3
     if not isinstance(named, list) or not all(is_whole(i, -inf) for i in named):
         raise UsageError(f"draft head {files.source!r} reads layers {named!r}; allowed: a list of layer numbers")
-    return tuple(i if files.is_of_speculators else i + 1 for i in named)  # the others number what leaves layers
+    return tuple(i if files.is_of_speculators else i + 1 for i in named)  # others number layers' outputs
 
 
 def _weights(files: HeadFiles, read: TensorReader, config: HeadConfig, target: Loaded) -> HeadWeights:

@@ -1,7 +1,7 @@
 """A draft head as a `Backend`, so that it has slots, reads prompts and drafts as a draft model does.
 
-Rows that a draft made from the head's own outputs are computed again with the target's features once these are known:
-`HeadSession` counts them as not cached. Leaving them as they are would cost acceptance.
+While drafting, rows are computed from the head's own outputs. Once the target's features are known, they are computed
+again: `HeadSession` counts them as not cached. Keeping them would lower acceptance.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HeadBackend(FeatureReader):
 
     def __init__(self, network: Network, mask_token: int | None = None, mask_feature: Tensor | None = None) -> None:
         """mask_token, mask_feature: for P-EAGLE (arXiv 2602.01469), which drafts all tokens in one forward. The token
-        stands for tokens to come, the feature [layers * target's hidden size] for features that are not there yet.
+        replaces future tokens; the feature [layers * target's hidden size] replaces missing features.
         """
         config = network.config
         super().__init__(config.layers)
@@ -92,7 +92,7 @@ class HeadBackend(FeatureReader):
         residual, heads = compiled.network.project(tokens, entered)
         positions = [position for start in place.starts for position in range(start, start + place.width)]
         slots = [place.first_slot + i for i in range(len(place.starts)) for _ in range(place.width)]
-        places = [position - 1 for position in positions]  # position 0, which no other row may see, is at place -1
+        places = [position - 1 for position in positions]  # position 0, which no other row may see, gets place -1
         where = torch.tensor([slots, [max(0, i) for i in places], places])
         last = self.max_length - 1
         if len(place.starts) == 1 and positions[-1] <= last:
@@ -120,7 +120,7 @@ class HeadBackend(FeatureReader):
         return grouped_attention(query, keys, values, seen)
 
     def _entered(self, slot: int, start: int, width: int) -> Tensor:
-        """[width, H] for each position of a slot: the feature of the one before it, or else the head's output there."""
+        """[width, H], for each position the feature of the one before it, or else the head's output there."""
         num_known, before = self.num_known(slot, start, width), start - 1
         self.note_right(slot, start, width)
         features = self.features(slot, start, num_known)
@@ -161,7 +161,7 @@ class _Place:
 
 
 class HeadSession(Session):
-    """A session that computes again the rows whose features were not the target's, which are mostly those of drafts."""
+    """A session that recomputes rows whose features were not the target's; most of them are drafted tokens."""
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         self._drop_wrong()
@@ -175,5 +175,5 @@ class HeadSession(Session):
         backend = self.backend
         assert isinstance(backend, FeatureReader)
         for slot, (state, count) in enumerate(zip(self.slot_states, backend.num_right, strict=False)):
-            if state.base > count and backend.num_read(slot) >= count:  # the text was read before the target read it
+            if state.base > count and backend.num_read(slot) >= count:  # the head read the text before the target did
                 state.base = state.written = count

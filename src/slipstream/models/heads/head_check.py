@@ -1,7 +1,7 @@
-"""Tries a draft head on a text: a wrong layer number or flag is no error anywhere, it only makes drafts bad.
+"""Tries a draft head on a text, because a wrong layer number or flag raises no error but makes drafts bad.
 
 Trainers number a target's layers in two ways, and readers differ in the default of a flag that a file does not set. So
-a head guesses the target's next tokens with the settings that its files declare, and with those that may have been
+the head guesses the target's next tokens with the settings that its files declare, and with those that may have been
 meant.
 """
 
@@ -24,17 +24,17 @@ from slipstream.models.loaded import Loaded
 from slipstream.models.toy import FABLE
 
 LENGTH = 160  # tokens of the text
-CLEAR = 3.0  # a clear difference, in standard deviations of the difference between two equally good settings
-USELESS = 0.05  # a smaller share of right guesses brings less than the head's own forwards cost
+CLEAR = 3.0  # clear difference, in standard deviations of the difference between two equally good settings
+USELESS = 0.05  # with a smaller share of right guesses the head costs more than it brings
 QUESTION = "Tell me a fable about a heron."
 
 
 @dataclass(frozen=True)
 class HeadAgreement:
-    """Shares of a text's positions at which a head guesses the target's likeliest token, over two steps of a draft.
+    """Shares of positions at which a head guesses the target's likeliest token, over two steps of a draft.
 
-    declared: with the settings of its files. best: with the settings named `meant`, if these are clearly better.
-    note: how the files were read, where that is not what they say.
+    declared: with the settings of its files. best: with the settings named `meant`, if these are clearly better. note:
+    how the files were read, if not literally.
     """
 
     declared: float
@@ -56,8 +56,8 @@ class HeadAgreement:
 
 
 def agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
-    """How a head of one layer that drafts token by token agrees with its target on a fixed text; None for others, and
-    without a tokenizer."""
+    """How well a head agrees with its target on a fixed text; None without a tokenizer, and unless the head has one
+    layer and drafts token by token."""
     tokenizer = target.tokenizer
     if tokenizer is None or not isinstance(draft.backend, HeadBackend) or draft.backend.mask_token is not None:
         return None
@@ -80,7 +80,7 @@ def agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:
 
 
 def _settings(config: HeadConfig, count: int) -> Iterator[tuple[str, HeadConfig]]:
-    """The configurations to try, each after its difference from the declared one; that comes first, after ""."""
+    """The configurations to try, each with a description of its change; the declared one comes first, with ""."""
     flags = [name for name in config.unclear if name != "layers"]
     for values in product(*([getattr(config, name), not getattr(config, name)] for name in flags)):
         changed = {name: value for name, value in zip(flags, values, strict=True) if value != getattr(config, name)}
@@ -101,7 +101,7 @@ def _with_config(network: Network, config: HeadConfig) -> Network:
 
 @torch.inference_mode()
 def _states(target: Loaded, text: Tensor) -> tuple[list[Tensor], Tensor]:
-    """What enters each of the target's layers and leaves the last [N, H]; its likeliest token after each token [N]."""
+    """The input of each of the target's layers and the last one's output, [N, H]; its likeliest next tokens [N]."""
     model, states = target.backend.model, list[Tensor]()  # type: ignore[attr-defined]
     _, layers = decoder_layers(model, model.config.get_text_config().num_hidden_layers)
 
@@ -121,9 +121,9 @@ def _states(target: Loaded, text: Tensor) -> tuple[list[Tensor], Tensor]:
 
 @torch.inference_mode()
 def _right_guesses(network: Network, text: Tensor, states: Sequence[Tensor], likeliest: Tensor) -> Tensor:
-    """[2N - 3] whether each guess is right: first the text's rows, then the same rows as second steps of drafts.
+    """[2N - 3], True for right guesses: first of the text's rows, then of the same rows as second steps of drafts.
 
-    A second step reads the first's output where it does not know the feature yet, so that flags of both are tried.
+    A second step reads the first step's output in place of an unknown feature, so the flags for both are tried.
     """
     token_ids = network.config.token_ids
     features = torch.cat([states[i] for i in network.config.layers], -1)[:-1]
@@ -163,6 +163,6 @@ def _share(right: Tensor) -> float:
 
 
 def _is_clearly_better(right: Tensor, other: Tensor) -> bool:
-    """True if guesses are right where others are wrong, more often than the reverse and than chance explains."""
+    """True if guesses are right where `other` is wrong, more often than the reverse and beyond chance."""
     gained, lost = int((right & ~other).sum()), int((other & ~right).sum())
     return gained - lost > CLEAR * max(1, gained + lost) ** 0.5

@@ -1,6 +1,6 @@
 """The folder of a draft head and its config.json, as each trainer writes it.
 
-Nothing in it is trusted: flags of other networks are refused, and so are settings that are not known here.
+Nothing in it is trusted: flags of other networks and unknown settings are refused.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-# settings of heads: for a file on the hub with none of them, more than one layer and no known architecture, the weights
-# are not fetched to see what it is
+# settings of heads: if a hub repository has none of them, more than one layer and no known architecture, its weights
+# are not fetched, since it cannot be a head
 HINTS = ("draft_vocab_size", "eagle_config", "dflash_config", "block_size")
-MIDDLE = "midlayer.self_attn."  # in the names of the only layer of the authors' EAGLE-3 heads
+MIDDLE = "midlayer.self_attn."  # prefix in the authors' EAGLE-3 heads, which have one layer
 EMBEDDED_NAME = "smollm2_head"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 NESTED_FLAGS = ("eagle_config", "dflash_config")
@@ -48,8 +48,8 @@ NESTED = ("transformer_layer_config", *NESTED_FLAGS, "speculators_config")
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 SIZES = (*NEEDED, "num_key_value_heads", "head_dim")
 LARGEST, MOST_LAYERS = 1 << 40, 1000
-# settings that choose between networks, and the values of the network that is computed here; null stands for the
-# default. The last two lines are ModelOpt's
+# settings that choose between networks, and the supported values; null means the default. The last two lines are
+# ModelOpt's
 COMPUTED: dict[str, tuple[Any, ...]] = {
     **{"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu",), "hidden_activation": ("silu",)},
     **{"attention_mode": ("gqa", "mha"), "partial_rotary_factor": (1,)},
@@ -58,14 +58,14 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
 }
 # flags of EAGLE-3, refused in heads of other kinds unless they are off
 NOT_EAGLE3 = dict.fromkeys(("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"), (False,))
-# an unknown setting with one of these words in its name may change what a head computes, and is refused
+# an unknown setting with one of these words in its name may change the computation, and is refused
 SWITCH = re.compile(
     r"(?:^|_)(?:(?:layer)?norm|residual|multiplier|scal(?:e|ing|ar)|(?:soft)?cap(?:ping)?|clip|rotary|rope|window|causal"
     r"|interleaved?|act(?:ivation)?|attn|attention)(?:_|$)"
 )
-# unless it is a trainer's or a library's, or a size, which the tensors' shapes show
+# unless it concerns training or a library, or is a size, which the tensors' shapes show
 NO_SWITCH = re.compile(r"dropout|loss|grad|train|init|eps|implementation|backend|kernel|_(?:heads?|dim)$")
-# or one that is read elsewhere, has no effect on a head, or only through tensors that are checked
+# or is handled elsewhere, or affects a head only through tensors, which are checked
 KNOWN_SWITCHES = frozenset(
     {
         *NOT_EAGLE3,
@@ -76,8 +76,8 @@ KNOWN_SWITCHES = frozenset(
     }
 )
 WINDOWED = "sliding_attention"
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # of rotary positions; others depend on the length of a text
-MROPE = "mrope"  # of texts and images; the positions of a text alone are rotated as by default
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # types of rotary positions; others depend on the length of a text
+MROPE = "mrope"  # for text with images; without images it rotates as the default does
 
 
 def embedded_head() -> Path:
@@ -87,17 +87,14 @@ def embedded_head() -> Path:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A head's folder. source: as the user named it; settings: config.json's; kind: of head, perhaps an unknown one.
+    """A head's folder."""
 
-    model: an assistant that is loaded already; it has no folder. options: how the head is loaded.
-    """
-
-    source: str
+    source: str  # as the user named it
     folder: str
-    settings: Mapping[str, Any]
-    kind: str = EAGLE3
-    model: Any = None
-    options: LoadOptions = field(default_factory=LoadOptions)
+    settings: Mapping[str, Any]  # config.json's
+    kind: str = EAGLE3  # may be an unsupported one
+    model: Any = None  # an assistant that the caller has loaded; it has no folder
+    options: LoadOptions = field(default_factory=LoadOptions)  # how the head is loaded
 
     @property
     def layer(self) -> Mapping[str, Any]:
@@ -113,13 +110,13 @@ class HeadFiles:
 
     @property
     def is_of_speculators(self) -> bool:
-        """True if `speculators` wrote the files, which numbers the target's layers by what enters them."""
+        """True if `speculators` wrote the files; it numbers hidden states by the layer that they enter."""
         return "speculators_model_type" in self.settings
 
     def trained_for(self, target: str) -> str | None:
         """The hub id of the model that the head was trained for, if `target` is the hub id of another model.
 
-        If one name begins with the other, both are of the same model: one may be quantized, for example.
+        If one name begins with the other, they mean the same model: one may be quantized, for example.
         """
         verifier = self.settings.get("speculators_config", {}).get("verifier")
         named = str(verifier.get("name_or_path")) if isinstance(verifier, dict) else ""
@@ -144,26 +141,26 @@ def head_files(source: Any, options: LoadOptions) -> HeadFiles | None:
         return None
     settings = dict(files.settings)
     if any(MIDDLE in name for name in stored) and not any(name.startswith("layers.1.") for name in names):
-        settings["num_hidden_layers"] = 1  # the authors' reader knows no other layer, whatever config.json says
+        settings["num_hidden_layers"] = 1  # the authors' reader always builds one layer
     shown = EMBEDDED_NAME if Path(files.folder) == embedded_head() else files.source
     return HeadFiles(shown, files.folder, settings, kind, options=options)
 
 
 def trained_kind(draft: str) -> str | None:
-    """How a draft model was trained to draft: the kind of a head, `PARD`, or None for an ordinary model."""
+    """The kind of head that a draft model is, `PARD`, or None for an ordinary model."""
     files = _config_files(draft, LoadOptions())
     head = head_files(draft, LoadOptions())
     return head.kind if head is not None else PARD if files is not None and "pard_token" in files.settings else None
 
 
 def _config_files(source: Any, options: LoadOptions) -> HeadFiles | None:
-    """The folder and config.json of whatever the user named, not only of heads; None if there is no config.json."""
+    """The folder and config.json of any model or head that the user named; None if there is no config.json."""
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     name = str(source)
     folder = name if isdir(name) else str(embedded_head()) if name == EMBEDDED_NAME else None
     if folder is None:
-        # the path of a file may look like a hub id, and a GGUF file on the hub is no head
+        # a file path may look like a hub id, and a GGUF file on the hub is not a head
         if not HUB_ID.fullmatch(name) or is_gguf(name) or hub_name(name) is not None:
             return None
         folder = resolve(name, options.files)
@@ -197,7 +194,7 @@ def _tensor_names(files: HeadFiles, options: LoadOptions) -> Collection[str]:
             return [name for name in tensors if isinstance(name, str)]
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
-    except Exception:  # of many kinds; the reader of models reports what is wrong
+    except Exception:  # any class; the reader of models reports what is wrong
         return ()
 
 
@@ -236,7 +233,7 @@ def check_settings(files: HeadFiles, computed: Mapping[str, tuple[Any, ...]]) ->
     for name, value in [*files.settings.items(), *layer.items(), *nested]:
         if name not in computed and _is_unknown_switch(name, value):
             raise UsageError(
-                f"draft head {source!r} has {name}={value!r}, which is not known here and may change what it "
+                f"draft head {source!r} has {name}={value!r}, which is unknown and may change what it "
                 "computes; allowed: heads without it"
             )
 
@@ -249,10 +246,9 @@ def _is_unknown_switch(name: str, value: Any) -> bool:
 
 
 def windows_of(files: HeadFiles) -> list[int | None]:
-    """How many positions each layer's attention sees; None for all.
+    """The number of positions that each layer's attention sees; None for all.
 
-    Raises `UsageError` where that is not clear: some readers apply a window that `layer_types` does not mention, others
-    do not.
+    Raises `UsageError` if that is unclear: only some readers apply a window that `layer_types` does not mention.
     """
     layer, source, count = files.layer, files.source, files.layer["num_hidden_layers"]
     window, kinds = layer.get("sliding_window"), layer.get("layer_types")
@@ -280,7 +276,7 @@ def check_size(files: HeadFiles, target: Loaded, name: str, size: int, expected:
 
 
 def layer_settings(files: HeadFiles, target: Loaded) -> dict[str, Any]:
-    """The fields of a `HeadConfig` that are read alike for all kinds of head."""
+    """The fields of a `HeadConfig` that are read in the same way for all kinds of heads."""
     layer, heads = files.layer, files.layer["num_attention_heads"]
     size = layer.get("head_dim") or layer["hidden_size"] // heads
     inverse_frequencies, rotation_scale = scaled_frequencies(files.source, layer, size)
@@ -313,8 +309,8 @@ def rope_theta(layer: Mapping[str, Any]) -> float:
 def scaled_frequencies(source: str, layer: Mapping[str, Any], size: int) -> tuple[Tensor | None, float]:
     """[D / 2] inverse frequencies, None without scaling, and the factor of cosines and sines.
 
-    layer: settings of a head's decoder layer; size: numbers in a head of its attention. Raises `UsageError` for kinds
-    of scaling that are not computed, and for settings that are missing.
+    layer: settings of a head's decoder layer; size: of an attention head. Raises `UsageError` for unsupported types of
+    scaling, and for missing settings.
     """
     rope = rope_settings(layer)
     parameters = {name: value for name, value in rope.items() if name != "type"}

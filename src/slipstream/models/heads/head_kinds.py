@@ -1,7 +1,7 @@
-"""Which kind of draft head a folder holds.
+"""Recognizes the kind of draft head in a folder.
 
-Its tensors decide, and names in config.json only where kinds have the same tensors: the authors' own EAGLE-3 heads call
-themselves Llama models, and one of them says that it has 40 layers.
+The tensors decide; config.json decides only between kinds with the same tensors, because it is unreliable: the authors'
+own EAGLE-3 heads declare themselves Llama models, and one of them declares 40 layers.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-FEATURES = "fc.weight"  # a tensor that every head has, and no model
+FEATURES = "fc.weight"  # a tensor that every head has and no model has
 MASK_FEATURE = "mask_hidden"
 ASSISTANT, DFLASH, DFLASH2, DSPARK = "assistant", "dflash", "dflash2", "dspark"
 EAGLE1, EAGLE3 = "eagle1", "eagle3"
 PEAGLE = "peagle"
 PARD = "pard"  # an ordinary model that drafts with mask tokens
-SIGNS = {  # the kind of head by a tensor that other kinds lack; the first that is found decides
+SIGNS = {  # the kind of head by a tensor that other kinds lack; the first match decides
     "prefix_gru.weight_ih_l0": "domino",
     "layer_fusion_weights": "dflare",
     "candidate_selector.predecessor_codebook": DFLASH2,
@@ -25,11 +25,11 @@ SIGNS = {  # the kind of head by a tensor that other kinds lack; the first that 
     "layers.0.hidden_norm.weight": EAGLE3,
     "hidden_norm.weight": DFLASH,
 }
-PLAIN = {  # kinds that are read, by the kind whose tensors they have at least
+PLAIN = {  # supported kinds, by the kind whose tensors they include
     **dict.fromkeys((EAGLE3, PEAGLE), EAGLE3),
     **dict.fromkeys((DFLASH, DFLASH2, DSPARK), DFLASH),
 }
-LABELS = {  # the kind by the architecture in config.json; the first that is found decides
+LABELS = {  # the kind by the architecture in config.json; the first match decides
     "Gemma4DSpark": "DSpark of Gemma 4",
     "Gemma4Eagle3": "Eagle3 of Gemma 4",
     "Eagle3Deepseek": "Eagle3 of DeepSeek",
@@ -46,7 +46,7 @@ LABELS = {  # the kind by the architecture in config.json; the first that is fou
 }
 # the kind by a setting, where config.json names no architecture
 UNNAMED = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}
-PREFIXES = (  # parts of tensors' names as some writers have them, and as they are read
+PREFIXES = (  # parts of tensor names that some trainers write, and their replacements
     (re.compile(r"^model\."), ""),
     (re.compile(r"^midlayer\.(?=\D)"), "layers.0."),
     (re.compile(r"^midlayer\."), "layers."),  # ModelOpt's heads of several layers
@@ -65,7 +65,7 @@ def kind_of(settings: Mapping[str, Any], names: Collection[str]) -> str | None:
 
 
 def label_of(settings: Mapping[str, Any]) -> str | None:
-    """The kind that config.json names, perhaps one that is not read."""
+    """The kind that config.json names, which may be unsupported."""
     if "speculators_model_type" in settings:
         return str(settings["speculators_model_type"])
     projector = settings.get("dflash_config", {}).get("projector_type", DFLASH)
@@ -78,7 +78,7 @@ def label_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def labeled(architecture: str) -> str | None:
-    """The kind of an architecture's name."""
+    """The kind that an architecture's name means."""
     return next((kind for pattern, kind in LABELS.items() if re.search(pattern, architecture)), None)
 
 

@@ -1,6 +1,6 @@
-"""The tensors of a draft head's file: read, checked, in the precision that the user names.
+"""Reads and checks the tensors of a draft head's file, in the precision that the user chose.
 
-Every tensor has the size that config.json says, and none is left over: a head would compute something with it.
+Every tensor must have the size that config.json says, and every tensor must be used, since the head would need it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.safetensors_files import dtype_name
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
-# ends of names: of the scales of weights in 8 bits, and of those of activations, keys and values, which are not rounded
+# name endings of scales: of 8-bit weights, and of activations, keys and values, which are not rounded here
 SCALES = ("weight_scale", "input_scale", "k_scale", "v_scale")
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights, as they are read
-# tensors that need not be read: copies of the target's, those that follow from others, DSpark's estimates of acceptance
-# where they are switched off, and P-EAGLE's mask feature, which is read elsewhere
+# tensors to ignore: copies of the target's, those that follow from others, DSpark's acceptance estimates if switched
+# off, and P-EAGLE's mask feature, which is read elsewhere
 UNREAD = re.compile(
     r"(embed_tokens|lm_head|verifier_\w+)\.weight|[dt]2[dt]|confidence_head\..+|.+\.inv_freq|" + MASK_FEATURE
 )
@@ -67,7 +67,7 @@ def token_ids_of(files: HeadFiles, tensors: Mapping[str, Tensor], vocab_size: in
 
 
 def read_tensors(files: HeadFiles) -> dict[str, Tensor]:
-    """A head's tensors by `own_name`; those in floating point get the type that the user names, or that of `fc`."""
+    """A head's tensors by `own_name`; floating-point ones get the type that the user chose, or that of `fc`."""
     from safetensors.torch import load_file
 
     path, options = weights_file(files.folder, files.options), files.options
@@ -81,7 +81,7 @@ def read_tensors(files: HeadFiles) -> dict[str, Tensor]:
             is_named = isinstance(loaded, dict) and all(isinstance(name, str) for name in loaded)
             if not is_named or not all(isinstance(part, Tensor) for part in loaded.values()):
                 raise ValueError("it holds something other than tensors by name")
-    except Exception as error:  # of many kinds, depending on what the file asks to load
+    except Exception as error:  # any class, depending on the file's contents
         raise SlipstreamError(
             f"draft head {files.source!r}: {path.name} could not be read: {one_line(error)}"
         ) from error
@@ -100,7 +100,7 @@ def read_tensors(files: HeadFiles) -> dict[str, Tensor]:
 
 
 def _unrounded(source: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor, or in bfloat16 what the numbers of 8 bits [outputs, inputs] in its place stand for.
+    """A tensor; 8-bit weights [outputs, inputs] are dequantized to bfloat16.
 
     Their scales are one number for the tensor or for each output.
     """
@@ -117,7 +117,7 @@ def _unrounded(source: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def output_layer(read: TensorReader, config: HeadConfig, target: Loaded) -> Linear:
-    """What makes scores of a head's outputs: the head's own layer if it brings one, else the target's."""
+    """The layer that turns a head's outputs into scores: its own if it brings one, else the target's."""
     if OUTPUT in read.tensors:
         return read.product({OUTPUT: config.draft_vocab_size}, config.hidden_size)
     model = target.backend.model  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ class TensorReader:
         return converter(num_weights, weight.dtype, self.files.options)(linear)
 
     def check_all_read(self) -> None:
-        """Raise `SlipstreamError` if a tensor was not read: the head would compute something with it."""
+        """Raise `SlipstreamError` if a tensor was not read: the head would need it."""
         unread = sorted(name for name in self.tensors if name not in self.names and not UNREAD.fullmatch(name))
         if unread:
             raise SlipstreamError(
@@ -174,17 +174,18 @@ class TensorReader:
 
 
 def check_type(source: str, name: str, tensor: Tensor) -> None:
-    """Raise `SlipstreamError` for a tensor of another type than weights have."""
+    """Raise `SlipstreamError` for a tensor whose type weights cannot have."""
     if tensor.dtype not in TYPES:
         type_name, allowed = dtype_name(tensor.dtype), ", ".join(map(dtype_name, TYPES))
         raise SlipstreamError(f"draft head {source!r}: tensor {name!r} is of type {type_name}; allowed: {allowed}")
 
 
 def converter(num_weights: int, dtype: torch.dtype, options: LoadOptions) -> Callable[[nn.Linear], nn.Module]:
-    """What converts a head's linear layers on a CPU: to the bits that the user names, else to the fastest form.
+    """The function that converts a head's linear layers on a CPU: to the chosen number of bits, else to the fastest
+    format.
 
-    That is 4 bits in a large head, else packed: between two drafts the target's weights displace a head's from the
-    caches, so a draft costs reading all its bytes.
+    That is 4 bits in a large head, else packed weights: between two drafts the target's weights evict the head's from
+    the caches, so a draft must read all of them from memory.
     """
     is_faster = dtype == torch.bfloat16 and num_weights >= SMALLEST
     if options.quantize not in BITS and (options.draft_type or options.fast is False or not is_faster):
@@ -197,7 +198,7 @@ def refuse_draft_dtype(
 ) -> None:
     """Raise `UsageError` for a precision that a head cannot have.
 
-    dtype: the target's, for heads that have no other. reason: why layers cannot be quantized, if that is known.
+    dtype: the target's, for heads that must have the same. reason: why layers cannot be quantized, if known.
     """
     if options.quantize in BITS:
         reason = f"it is on {device}" if device.type != "cpu" else reason
@@ -222,7 +223,7 @@ def own_embedding(read: TensorReader, config: HeadConfig) -> nn.Module | None:
 
 
 def projections(config: HeadConfig, name: str, parts: str) -> dict[str, int]:
-    """The outputs of some of a layer's projections of queries, keys and values, by name. parts: such as "qkv"."""
+    """The number of outputs of a layer's projections, by name. parts: queries, keys or values, as in "qkv"."""
     heads = {"q": config.num_heads, "k": config.num_key_heads, "v": config.num_key_heads}
     return {f"{name}self_attn.{part}_proj.weight": heads[part] * config.head_dim for part in parts}
 

@@ -1,8 +1,9 @@
 """Writes draft heads in the layout of `speculators`, which `head_files` and vLLM read.
 
-A head has three features and no norms around `fc`, as in the paper: other forms need flags that not every reader knows.
-It has no embedding, which may be larger than all its other tensors: readers take the target's. `speculators` 0.9.0 does
-so only if its embedding is NaN, but leaves it uninitialized: fill it with NaN, then call `load_verifier_weights`.
+A head has three features and no norms around `fc`, as in the paper: other variants need flags that not every reader
+supports. It has no embedding, which may be larger than all its other tensors: readers take the target's. `speculators`
+0.9.0 does so only if its embedding is NaN, but leaves it uninitialized: fill it with NaN, then call
+`load_verifier_weights`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def write_head(
     num_draft_tokens: int,
     trained: Mapping[str, Any],
 ) -> None:
-    """Write `model.safetensors` and `config.json`, each whole or not at all.
+    """Write `model.safetensors` and `config.json`, each atomically.
 
-    weights: by their names without ".weight". target: its name_or_path, architectures and context length. trained:
-    how the head was trained; stored in config.json as it is.
+    weights: by their names without ".weight". target: its name_or_path, architectures and context length. trained: a
+    description of the training, stored in config.json.
     """
     assert config.token_ids is not None
     ids, size = config.token_ids.cpu(), config.hidden_size

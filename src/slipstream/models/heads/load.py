@@ -1,4 +1,4 @@
-"""From a draft head's folder to a draft model for a target, by the kind of head."""
+"""Turns a draft head's folder into a draft model for a target, by the kind of head."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def load_head(files: HeadFiles, target: Loaded, options: LoadOptions) -> Loaded:
 
 
 def _digest(files: HeadFiles, tensors: Mapping[str, Tensor]) -> str:
-    """A digest of a head's settings and of its tensors of one dimension, which identifies the head."""
+    """A digest that identifies a head, from its settings and its one-dimensional tensors."""
     digest = hashlib.blake2b(repr(files.settings).encode(), digest_size=10)
     for _, tensor in sorted(tensors.items()):
         if tensor.dim() == 1:

@@ -1,10 +1,9 @@
-"""Multi-token-prediction layers (DeepSeek-V3, arXiv 2412.19437, section 2.2), which come with a target, as a head.
+"""A target's own multi-token-prediction layers (DeepSeek-V3, arXiv 2412.19437, section 2.2) as a draft head.
 
-A layer's row s holds token x_s and a hidden state of position s - 1, and predicts x_{s+1}. The first layer is given the
-target's last hidden state, after the final norm; each further layer is given the output of the one before it, and
-drafts one more token. For tokens beyond that, the last layer is given its own output.
-The layers are read from the target's own checkpoint. Transformers reads the decoder layer in each as a model of one
-layer, so that its own conversions apply.
+A layer's row s holds token x_s and a hidden state of position s - 1, and predicts x_{s+1}. The first layer reads the
+target's last hidden state, after the final norm; each further layer reads the output of the layer before it, and drafts
+one more token. For further tokens the last layer reads its own output. The layers are read from the target's own
+checkpoint. Transformers reads the decoder layer in each as a model of one layer, so that its own conversions apply.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles, file_of
 from slipstream.models.weights.transformers_reader import quietly, reader_errors
 
-RETURNED = 0  # the number under which a layer's cache keeps what the layer has returned
-HIDDEN_FIRST = "input_proj.weight"  # a projection whose input has the hidden state before the token
+RETURNED = 0  # the number under which a layer's cache keeps the layer's output
+HIDDEN_FIRST = "input_proj.weight"  # a projection whose input is the hidden state, then the token
 SPARSE = ".experts."  # in the names of tensors of a mixture of experts
 
 
@@ -47,9 +46,9 @@ class MtpLayer:
     def __init__(
         self, decoder: Any, token_norm: nn.Module, hidden_norm: nn.Module, project: nn.Module, *, hidden_first: bool
     ) -> None:
-        """decoder: this layer and the norm after it. project: from a token and a hidden state, both normed.
+        """decoder: this layer and the norm after it. project: from a token and a hidden state, both normalized.
 
-        hidden_first: the input of `project` has the hidden state before the token.
+        hidden_first: the input of `project` is the hidden state, then the token.
         """
         self.decoder, self.token_norm, self.hidden_norm, self.project = decoder, token_norm, hidden_norm, project
         self.hidden_first = hidden_first
@@ -62,15 +61,15 @@ class MtpLayer:
         self._kinds = tuple(getattr(decoder.config, "layer_types", None) or ())
 
     def forward(self, embedded: Tensor, entering: Tensor, positions: Tensor, keys: Tensor, first: int) -> Tensor:
-        """[B, W, H] outputs of tokens and hidden states [B, W, H] at positions [B, W], which `cache.place` was given.
+        """Outputs [B, W, H] for tokens and hidden states [B, W, H] at positions [B, W], as passed to `cache.place`.
 
-        keys: positions [S] that attention reads; rows at those before `first` never got a hidden state, and are masked.
+        keys: positions [S] that attention reads; those before `first` never got a hidden state, and are masked.
         """
         joined = [self.token_norm(embedded), self.hidden_norm(entering)]
         inputs = self.project(torch.cat(joined[::-1] if self.hidden_first else joined, -1))
-        is_row = (keys >= first) | (keys == positions[..., None])  # a row that saw no key at all would be NaN
+        is_row = (keys >= first) | (keys == positions[..., None])  # a row that sees no key would be NaN
         masks: Any = self._masks.build(positions, keys, is_row[:, None])
-        if self._kinds:  # decoders of several kinds of layers look masks up by kind
+        if self._kinds:  # decoders with several types of layers look up masks by type
             masks = {**dict.fromkeys(STATEFUL), **dict.fromkeys(self._kinds, masks)}
         cache: dict[str, Any] = {self._cache_name: self.cache}
         out = self.decoder(
@@ -81,7 +80,7 @@ class MtpLayer:
         return returned
 
     def returned(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """[B, W, H] this layer's outputs at positions [B, W] of slots [B, 1]; None before its first forward."""
+        """This layer's outputs [B, W, H] at positions [B, W] of slots [B, 1]; None before its first forward."""
         kept = self.cache.hidden[RETURNED].keys
         return None if kept is None else kept[slots, 0, positions.clamp(0, kept.shape[2] - 1)]
 
@@ -90,7 +89,7 @@ class MtpBackend(FeatureReader):
     """Drafts with all layers. In layer k, counted from 0, rows before k + 1 have no hidden state and are not read.
 
     The depth of a row is 0 where the target's feature is known, and grows by one with each drafted token after it. At
-    depth d the row's prediction is that of layer d, or of the last one; the layers before it are no longer needed.
+    depth d, layer d predicts, or the last layer; earlier layers are not needed.
     """
 
     attended_unit = 1
@@ -137,7 +136,7 @@ class MtpBackend(FeatureReader):
         return out
 
     def _entering(self, number: int, slots: range, positions: Tensor, depth: Tensor, like: Tensor) -> Tensor:
-        """[B, W, H] the hidden states that a layer is given in the rows at these positions."""
+        """The hidden states [B, W, H] that enter a layer at these positions."""
         where = torch.tensor(slots, device=self.device)[:, None]
         returned = self.layers[number].returned(where, positions - 1)
         if number == 0:
@@ -148,7 +147,7 @@ class MtpBackend(FeatureReader):
         return entering if returned is None else torch.where((depth > number)[..., None], returned, entering)
 
     def _features(self, slots: range, positions: Tensor, like: Tensor) -> Tensor:
-        """[B, W, H] the target's last hidden states at the positions before these, zeros where it has not read."""
+        """The target's last hidden states [B, W, H] at the positions before these; zeros where it has not read."""
         entering = torch.zeros_like(like)
         for i, slot in enumerate(slots):
             start = int(positions[i, 0])
@@ -160,20 +159,20 @@ class MtpBackend(FeatureReader):
 
 
 def brings_mtp(target: Loaded, options: LoadOptions) -> bool:
-    """True if a target that was loaded by name has MTP layers which can be run. options: the target's."""
+    """True if a target that was loaded by name has supported MTP layers. options: the target's."""
     if not isinstance(target.backend, HiddenStates) or not target.source or is_gguf(target.source):
         return False
     try:
         files = _checkpoint(target.source, resolve(target.source, options.files), options)
     except SlipstreamError:
-        return False  # MTP layers are looked for in safetensors files only
+        return False  # only safetensors files are searched
     return files is not None and bool(mtp_layers(files.shapes, target.backend.num_layers))
 
 
 def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None) -> Loaded:
     """The MTP layers of a target as its draft model. options: the target's.
 
-    head: the files of layers that were trained further and written by `speculators`; None for the target's own.
+    head: the files of fine-tuned layers that `speculators` wrote; None for the target's own.
     """
     model, backend = model_for(f"draft={MTP!r}", target), target.backend
     assert isinstance(backend, HiddenStates)
@@ -188,7 +187,7 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
         named = target.name if head is None else head.source
         if files is not None and (tensor := of_another_form(files.shapes, backend.num_layers)) is not None:
             raise UsageError(
-                f"draft={MTP!r}: {named!r} has MTP layers of a form that is not read, tensor {tensor!r}; allowed: "
+                f"draft={MTP!r}: {named!r} has unsupported MTP layers, tensor {tensor!r}; allowed: "
                 "layers as DeepSeek-V3, GLM-4, Qwen3-Next or MiMo have them, or another draft model"
             )
         raise UsageError(
@@ -225,7 +224,7 @@ def _checkpoint(source: str, folder: str, options: LoadOptions) -> CheckpointFil
 class _Reader:
     """Reads layers for a target's decoder, in its type and on its device. options: the precision of the layers.
 
-    token_first: projections get the token before the hidden state, whatever their tensor is called.
+    token_first: projections take the token, then the hidden state, whatever the name of their tensor.
     """
 
     files: CheckpointFiles
@@ -261,7 +260,7 @@ class _Reader:
         return tensor.to(self.device, self.dtype if shape else tensor.dtype)
 
     def _decoder(self, number: int, tensors: dict[str, Tensor]) -> Any:
-        """A decoder as the target's, with these tensors as its only layer and without an embedding."""
+        """A decoder of the target's class, with these tensors as its only layer and without an embedding."""
         kind, config = type(self.decoder), _one_layer(self.decoder.config, number, any(SPARSE in n for n in tensors))
         attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
         try:
@@ -281,7 +280,7 @@ class _Reader:
         misfits = {*report["missing_keys"], *report["unexpected_keys"], *(key[0] for key in report["mismatched_keys"])}
         if wrong := sorted(name for name in misfits if name != "embed_tokens.weight"):
             raise SlipstreamError(
-                f"draft={MTP!r}: layer {number} of {self.files.source!r} is no decoder layer of {kind.__name__}: "
+                f"draft={MTP!r}: layer {number} of {self.files.source!r} is not a decoder layer of {kind.__name__}: "
                 f"{len(wrong)} tensors do not fit, first {wrong[0]!r}; allowed: another draft model"
             )
         return decoder.to(self.device).eval()
@@ -295,7 +294,7 @@ def _with_weight(norm: nn.Module, weight: Tensor) -> nn.Module:
 
 
 def _one_layer(config: Any, number: int, is_sparse: bool) -> Any:
-    """A decoder's configuration for its MTP layer of this number alone, without a vocabulary.
+    """A decoder's configuration for only its MTP layer of this number, without a vocabulary.
 
     is_sparse: whether the layer is a mixture of experts.
     """
@@ -311,12 +310,12 @@ def _one_layer(config: Any, number: int, is_sparse: bool) -> Any:
         "layer_types": [kinds[number] if kinds else "full_attention"],
         "per_layer_config": getattr(config, "mtp_per_layer_config", None),
         "pad_token_id": None,
-        "num_nextn_predict_layers": 0,  # decoders with code of their own would make MTP layers, too
+        "num_nextn_predict_layers": 0,  # some decoders would otherwise build MTP layers, too
         **sparse,
     }
     for name, value in changes.items():
         if getattr(layer_config, name, None) is not None:
             setattr(layer_config, name, value)
     layer_config.num_hidden_layers, layer_config.vocab_size = 1, 1
-    vars(layer_config).pop("quantization_config", None)  # of the target's own layers: these are read unquantized
+    vars(layer_config).pop("quantization_config", None)  # of the target's own layers; MTP layers are not quantized
     return layer_config

@@ -1,8 +1,8 @@
 """The network of EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840): a decoder layer over tokens and hidden states.
 
-Row s of a head holds token x_s and the feature of the position before it: hidden states that entered some layers of the
-target there or, if the target has not read that position yet, the head's own output there. The row predicts x_{s+1}. In
-some heads ordinary decoder layers follow the first.
+Row s of a head holds token x_s and the feature of the position before: the inputs of some of the target's layers there
+or, if the target has not read that position yet, the head's own output. The row predicts x_{s+1}. In some heads
+ordinary decoder layers follow the first layer.
 """
 
 from __future__ import annotations
@@ -23,41 +23,31 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A head's settings, as its files declare them.
+    """A head's settings, as its files declare them."""
 
-    layers: those whose entering hidden states are its features, in order, as transformers numbers `hidden_states`;
-    listed_layers: in the order that the files list, if they list any.
-    hidden_size, target_hidden_size: the head's and the target's. vocab_size: the target's. token_ids: [draft
-    vocabulary] the target's id of each token that the head can propose; None for all, in order.
-    inverse_frequencies: [head_dim / 2] of rotary positions, None for those of rope_theta; rotation_scale: of their
-    cosines and sines. windows: how many positions a row sees in each layer, itself included; None for all.
-    norm_before_residual: the residual is the normed feature. norm_output: what the head returns to itself is normed.
-    unclear: the settings that the files leave open, or that readers take in two ways.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # the target's layers whose inputs are the features, as in transformers' `hidden_states`
     hidden_size: int
     target_hidden_size: int
     intermediate_size: int
     num_heads: int
     num_key_heads: int
     head_dim: int
-    vocab_size: int
+    vocab_size: int  # the target's
     eps: float
     rope_theta: float
     max_length: int
-    token_ids: Tensor | None = None
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    inverse_frequencies: Tensor | None = None
-    rotation_scale: float = 1.0
-    windows: tuple[int | None, ...] = (None,)
-    unclear: tuple[str, ...] = ()
-    listed_layers: tuple[int, ...] = ()
+    token_ids: Tensor | None = None  # [draft vocabulary], the target's id of each token; None: all, in order
+    norm_before_residual: bool = False  # the residual is the normalized feature
+    norm_output: bool = False  # the output that the head feeds back to itself is normalized
+    inverse_frequencies: Tensor | None = None  # [head_dim / 2]; None: those of rope_theta
+    rotation_scale: float = 1.0  # of cosines and sines
+    windows: tuple[int | None, ...] = (None,)  # positions that a row sees in each layer, including its own; None: all
+    unclear: tuple[str, ...] = ()  # settings that the files leave open, or that readers interpret in two ways
+    listed_layers: tuple[int, ...] = ()  # `layers` in the files' order, if the files list any
 
     @property
     def draft_vocab_size(self) -> int:
-        """How many tokens the head can propose."""
+        """The number of tokens that the head can propose."""
         return self.vocab_size if self.token_ids is None else len(self.token_ids)
 
 
@@ -85,9 +75,9 @@ class FurtherLayer(LayerWeights):
 
 @dataclass(kw_only=True)
 class HeadWeights(LayerWeights):
-    """A head's products and norms, those of its first layer included. Each norm is one vector.
+    """A head's products and norms, including those of its first layer. Each norm is one vector.
 
-    feature_norms: [norms, size]: one for each layer's hidden states, or one over all of them; None without.
+    feature_norms: [norms, size], one for each layer's hidden states, or one for all of them together; None if none.
     """
 
     fc: Linear
@@ -100,31 +90,31 @@ class HeadWeights(LayerWeights):
 
 
 class Network(Protocol):
-    """The forward of a head. B rows, W tokens of each, H hidden size."""
+    """The forward of a head, with B rows of W tokens and hidden size H."""
 
     config: HeadConfig
     dtype: torch.dtype
     device: torch.device
 
     def enter(self, features: Tensor) -> Tensor:
-        """[N, H] the inputs of rows from their features [N, layers * target's hidden size]."""
+        """The inputs [N, H] of rows, from their features [N, layers * target's hidden size]."""
 
     def layer(self, tokens: Tensor, entered: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[B, W, H] outputs of rows with tokens [B, W], entered [B, W, H] and positions [B, W].
+        """The outputs [B, W, H] of rows with tokens [B, W], entered [B, W, H] and positions [B, W].
 
         attend: from queries [B, heads, W, D], and keys and values [B, key heads, W, D] to add, to [B, heads, W, D];
         called once for each layer, in order.
         """
 
     def returned(self, outputs: Tensor) -> Tensor:
-        """What the next row takes as its feature, from a row's outputs."""
+        """The next row's feature, from a row's outputs."""
 
     def draft_logits(self, outputs: Tensor) -> Tensor:
-        """[..., draft vocabulary] of outputs [..., H]."""
+        """Logits [..., draft vocabulary] from outputs [..., H]."""
 
 
 class HeadLayers:
-    """What all heads compute: norms, rotary positions, and a decoder layer from its queries, keys and values on."""
+    """Shared by all heads: norms, rotary positions, and a decoder layer from its queries, keys and values on."""
 
     def __init__(self, config: HeadConfig, norm: Tensor) -> None:
         """norm: any norm of the head, whose type and device the head has."""
@@ -226,7 +216,7 @@ def rotations(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> t
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of queries [B, heads, W, D] over keys [B, key heads, L, D]; mask [B, W, L], true where a key is seen.
 
-    Queries that share a key head are laid out as further positions of it, so that keys are not copied.
+    Queries that share a key head are treated as further positions, so keys are not copied.
     """
     batch, heads, width, size = query.shape
     shared = heads // key.shape[1]
@@ -236,7 +226,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 def all_scores(drafted: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """[..., V] of the scores of a draft vocabulary: tokens that a head cannot propose are impossible.
+    """Scores [..., V] from those of a draft vocabulary: tokens that a head cannot propose get -infinity.
 
     token_ids: as `HeadConfig.token_ids`.
     """

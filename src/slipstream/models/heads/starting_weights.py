@@ -1,7 +1,6 @@
 """A new draft head for a target: its sizes, and weights that begin with those of the target's last layer.
 
-Weights are read through the modules that compute with them, by products with unit vectors. So it does not matter
-whether they are packed, fused or quantized.
+Weights are read by multiplying unit vectors by the modules, which works for packed, fused and quantized weights, too.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from slipstream.models.hf.decoder_layers import decoder_layers
 from slipstream.models.loaded import Loaded
 
 FEWEST_LAYERS = 3  # a head's features come from three layers
-TOKEN_DEVIATION = 0.02  # standard deviation of the weights of the token, an input that the target's layer does not have
-FEATURES = 0.5  # standard deviation of what enters a new head
+TOKEN_DEVIATION = 0.02  # standard deviation of weights for the token, an input that the target's layer lacks
+FEATURES = 0.5  # standard deviation of a new head's inputs
 UNITS = 256  # unit vectors multiplied at a time, where outputs are many
-# the head's tensors that a decoder layer may have under the same name; those of a group share their input
+# the head's tensors that a decoder layer may have under the same name; each group shares an input
 GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
@@ -32,7 +31,7 @@ GROUPS = (
 
 
 def model_of(target: Loaded) -> Any:
-    """The module that a target's backend runs. UsageError if its hidden states cannot be read."""
+    """The module that a target's backend runs. Raises `UsageError` if its hidden states cannot be read."""
     model = getattr(target.backend, "model", None)
     if model is None or not isinstance(target.backend, HiddenStates):
         raise unreadable(target)
@@ -58,7 +57,7 @@ def feature_layers(target: Loaded) -> tuple[int, ...]:
 
 
 def new_head(target: Loaded, max_length: int, token_ids: Tensor) -> HeadConfig:
-    """The sizes of a head that reads three of the target's layers. token_ids: what it can propose, ascending."""
+    """The sizes of a head that reads three of the target's layers. token_ids: tokens that it can propose, ascending."""
     config = model_of(target).config.get_text_config()
     size, heads = config.hidden_size, config.num_attention_heads
     return HeadConfig(
@@ -81,7 +80,7 @@ def new_head(target: Loaded, max_length: int, token_ids: Tensor) -> HeadConfig:
 def starting_weights(target: Loaded, config: HeadConfig, seed: int) -> dict[str, Tensor]:
     """Tensors of a new head in float32, by their names in its files without ".weight".
 
-    Those of the target's last layer, final norm and output layer where they have the head's sizes; others are random.
+    They come from the target's last layer, final norm and output layer where sizes match; others are random.
     """
     model, device = model_of(target), target.backend.device
     _, layers = decoder_layers(model, config_layers(model))
@@ -95,7 +94,7 @@ def starting_weights(target: Loaded, config: HeadConfig, seed: int) -> dict[str,
             copied, drawn = _weight(last, name, units), weights[f"layers.0.{name}"]
             if copied is None:
                 continue
-            if drawn.shape[1] == 2 * inputs:  # it reads the token before the hidden state
+            if drawn.shape[1] == 2 * inputs:  # its input is the token, then the hidden state
                 token = TOKEN_DEVIATION * torch.randn(copied.shape, generator=generator)
                 copied = torch.cat([token, copied], 1)
             if copied.shape == drawn.shape:
@@ -114,7 +113,7 @@ def starting_weights(target: Loaded, config: HeadConfig, seed: int) -> dict[str,
 
 
 def config_layers(model: Any) -> int:
-    """How many decoder layers a model has."""
+    """The number of decoder layers in a model."""
     return int(model.config.get_text_config().num_hidden_layers)
 
 
@@ -143,7 +142,7 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def _weight(layer: nn.Module, name: str, units: Tensor) -> Tensor | None:
-    """[outputs, inputs] float32 weight of a layer's product; None if there is none of this name and these inputs."""
+    """The weight [outputs, inputs] of a layer's product, float32; None if no product has this name and these inputs."""
     module = _submodule(layer, name)
     if module is None:
         return None
@@ -156,7 +155,7 @@ def _weight(layer: nn.Module, name: str, units: Tensor) -> Tensor | None:
 
 
 def _factors(norm: nn.Module | None, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[size] what a norm multiplies by; ones where there is no RMSNorm."""
+    """The factors [size] of a norm; ones without an RMSNorm."""
     ones = torch.ones(size)
     if norm is None:
         return ones
@@ -165,7 +164,7 @@ def _factors(norm: nn.Module | None, size: int, dtype: torch.dtype, device: torc
 
 
 def _final_norm(model: Any, layers: nn.ModuleList) -> nn.Module | None:
-    """The module called "norm" beside the list of layers; None without one."""
+    """The module called "norm" next to the list of layers; None if there is none."""
     parents = (module for module in model.modules() if any(child is layers for child in module.children()))
     return next((norm for module in parents if (norm := _submodule(module, "norm")) is not None), None)
 
@@ -187,5 +186,5 @@ def _output_rows(
 
 def _rope_theta(config: Any) -> float:
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # of models whose kinds of layers differ
+    rope = rope.get("full_attention", rope)  # in models with several types of layers
     return float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)

@@ -1,6 +1,6 @@
 """Any decoder-only Hugging Face model as a backend: a slot-addressed KV cache, explicit positions and masks.
 
-The model's own forward is used as it is. `slipstream.models.hf.fast_forwards` makes it faster.
+It runs the model's own forward. `slipstream.models.hf.fast_forwards` makes it faster.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class HFBackend:
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
     `Checkpoints`, `LongTexts`, `SeesImages`, `ShapeIndependent`, `HiddenStates`, `MixtureOfExperts`.
 
-    ragged: whether the model's layers take ragged forwards. shape_independent: whether kernels compute each token as if
-    it were alone. `fuse_layers` sets both. stack: computes all layers in one call, where it can. position_offsets:
-    [B, 1], for trials: the model sees the positions of the cache plus these.
+    ragged: whether the model's layers support ragged forwards. shape_independent: whether kernels compute each token as
+    if it were alone. `fuse_layers` sets both. stack: computes all layers in one call, if set. position_offsets: [B, 1],
+    added in trials to the cache's positions that the model sees.
     """
 
     def __init__(self, model: Any, cache: SlotCache | None = None) -> None:
-        """cache: of another backend, to share it; by default a new one."""
+        """cache: another backend's, to share it; by default a new one."""
         if cache is None:
             from slipstream.models.hf.supported_models import check_supported  # imports transformers
 
@@ -55,7 +55,7 @@ class HFBackend:
         self.num_layers: int = config.num_hidden_layers
         self.cache = _new_cache(model, config.num_hidden_layers) if cache is None else cache
         accepted = inspect.signature(model.forward).parameters
-        self.cache_name = cache_name(model) or ""  # `check_supported` has seen to it that there is one
+        self.cache_name = cache_name(model) or ""  # `check_supported` ensures that there is one
         self._takes_positions = "position_ids" in accepted
         self.masks = MaskBuilder(model)
         self._shares_keys = decoder_layers.shares_keys(model)
@@ -81,7 +81,7 @@ class HFBackend:
 
     @property
     def attended_lengths(self) -> tuple[int, ...]:
-        """Shared like the unit, and always empty on other devices than the CPU."""
+        """Shared like the unit, and always empty on devices other than the CPU."""
         return self.cache.attended_lengths
 
     @attended_lengths.setter
@@ -152,7 +152,7 @@ class HFBackend:
 
     @torch.inference_mode()
     def attended_length_agrees(self, widths: Sequence[int], length: int, full_length: int) -> bool:
-        if self.shape_independent:  # its kernels read the positions that a token sees and no others
+        if self.shape_independent:  # its kernels read only positions that a token sees
             return True
         repeats = self.masks.repeats
         shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self.cache.layers if layer.keys is not None}
@@ -174,8 +174,8 @@ class HFBackend:
     def layer_subset(self, layers: Sequence[int]) -> HFBackend:
         if self.cache.states is not None:
             raise UsageError(
-                f"drafter='layer_skip': {type(self.model).__name__} has recurrent layers, whose states a part of the "
-                "model cannot share; allowed: another drafter"
+                f"drafter='layer_skip': {type(self.model).__name__} has recurrent layers, whose states a subset of the "
+                "layers cannot share; allowed: another drafter"
             )
         return HFBackend(decoder_layers.make_layer_subset(self.model, self.num_layers, layers), self.cache)
 
@@ -244,7 +244,7 @@ class HFBackend:
         keep: int | Tensor,
         tree: TreeRows | None = None,
     ) -> Tensor:
-        """Logits of tokens [T], the segments' one after the other. tree: whose chains the segments are; or None."""
+        """Logits of tokens [T], the segments end to end. tree: the tree whose chains the segments are, if any."""
         layout = lay_out(segments, len(tokens), widths)
         attended = self.cache.place_ragged(layout) if tree is None else self.cache.place_tree(tree, layout.end, layout)
         masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
@@ -253,7 +253,7 @@ class HFBackend:
         return self._run(tokens[None], layout.positions[None], masks, keep, None if slots is None else slots.T)[0]
 
     def _slots(self, slots: Sequence[int]) -> Tensor | None:
-        """[len(slots), 1] these slots; None if their texts are all read alike."""
+        """These slots as [len(slots), 1]; None if no row needs special treatment."""
         if self.longest_short is None and self._images.keys().isdisjoint(slots):
             return None
         return torch.tensor(list(slots), device=self.device)[:, None]
@@ -266,7 +266,7 @@ class HFBackend:
         keep: int | Tensor | None,
         slots: Tensor | None,
     ) -> Tensor:
-        """slots: of each row [B, 1] or each token [1, W]; None if their texts are all read alike."""
+        """slots: as from `_slots`, of each row [B, 1] or each token [1, W]."""
         if self.position_offsets is not None:
             positions = positions + self.position_offsets
         hidden = is_long = None
@@ -283,7 +283,7 @@ class HFBackend:
         return logits
 
     def _with_images(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """What enters the first layer [B, W, H], images included, and rotary positions [B, W] or [3, B, W]."""
+        """The first layer's input [B, W, H] with images, and rotary positions [B, W] or [3, B, W]."""
         hidden = self.model.get_input_embeddings()(tokens)
         rotary = positions
         for slot in set(slots.flatten().tolist()) & self._images.keys():
@@ -306,11 +306,11 @@ class HFBackend:
         keep: int | Tensor | None,
         hidden: Tensor | None,
     ) -> Tensor:
-        """keep: the columns whose logits are returned: indices, 0 for all, None for any, as nobody reads them.
+        """keep: the columns whose logits are returned: indices, 0 for all, None if no logits are needed.
 
-        hidden: what enters the first layer, if it is not the tokens' embeddings.
+        hidden: the first layer's input, if it is not the tokens' embeddings.
         """
-        # the stack's table of rotations ends where the cache does, so it cannot take offsets
+        # the stack's table of rotations ends with the cache, so it does not support offsets
         stack = self.stack if self.position_offsets is None and not self.cache.sees_ahead else None
         if stack is not None:
             stack_logits = stack.logits(tokens, positions, self.cache, keep, hidden)
@@ -319,7 +319,7 @@ class HFBackend:
         if keep is None:
             keep = 1
             if self._shares_keys and (self.cache.hidden or self.device.type == "cpu"):
-                # given 1, its last layers would compute no other tokens: not what is kept, and not what kernels take
+                # keep=1 makes its last layers skip other tokens, but kept hidden states and kernels need all of them
                 keep = torch.tensor([tokens.shape[1] - 1], device=self.device)
         inputs: dict[str, Any] = {self.cache_name: self.cache}
         if self._takes_positions:
@@ -346,7 +346,7 @@ def _keep(
     options: dict[str, Any],
     out: Tensor | tuple[Any, ...] | None = None,
 ) -> None:
-    """A hook of a decoder layer: keep what enters it, or else what leaves it, in forwards over this cache."""
+    """A hook of a decoder layer: keep its input, or with `out` its output, in forwards over this cache."""
     if given_cache(options) is cache:
         kept = (inputs[0] if inputs else options["hidden_states"]) if out is None else out
         cache.keep_hidden(index, kept[0] if isinstance(kept, tuple) else kept)

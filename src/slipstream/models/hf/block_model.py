@@ -1,7 +1,7 @@
-"""Models that compute with blocks, built from what holds their tensors: a GGUF file or a quantized checkpoint.
+"""Builds models that compute with blocks, from the tensors of a GGUF file or a quantized checkpoint.
 
-The model is transformers' own, in float32. Its linear layers and its embedding are replaced by those of the kernels;
-norms and biases are the file's numbers.
+The model is transformers' own, in float32. The kernels' layers replace its linear layers and its embedding; norms and
+biases come from the file.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ LARGEST_BUFFER = 1 << 28  # numbers; only damaged configurations ask for more
 
 
 class TensorSource(ExpertTensors, Protocol):
-    """What holds a model's tensors, by the names of its parameters."""
+    """Holds a model's tensors, by the names of its parameters."""
 
     def parts(self, parameter: str, shape: tuple[int, int], library: Any) -> list[BlockPart]:
-        """A matrix [shape] for the kernels, in parts whose outputs follow each other."""
+        """A matrix [shape] for the kernels, in parts whose outputs are concatenated."""
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
-        """A matrix [shape] of which single rows are needed, and which multiplies nothing."""
+        """A matrix [shape] that is only used for looking up rows."""
 
     def latent(self, parameter: str, plan: LatentPlan, library: Any) -> LatentStacks:
-        """The matrices of the heads of a parameter [plan.shape]."""
+        """The matrices of each head in a parameter [plan.shape]."""
 
 
 def check_kernels() -> None:
@@ -56,9 +56,9 @@ def empty_model(
     unreadable: Callable[[Exception], SlipstreamError],
     files: Mapping[str, Any] = NO_OPTIONS,
 ) -> Any:
-    """The model of a configuration without its weights; its buffers, which no file holds, have their values.
+    """The model of a configuration, without weights; buffers that no file holds are initialized.
 
-    unreadable: what to raise where transformers cannot make it; files: see `LoadOptions.files`.
+    unreadable: makes the error to raise if transformers cannot build the model; files: see `LoadOptions.files`.
     """
     try:
         with quietly(), torch.device("meta"):
@@ -69,7 +69,7 @@ def empty_model(
                 if buffer.numel() > LARGEST_BUFFER:
                     sizes = " x ".join(map(str, buffer.shape))
                     raise ValueError(f"by its configuration, {name} of {type(module).__name__} has {sizes} numbers")
-                unset = float("nan") if buffer.is_floating_point() else 0  # NaN shows what `_init_weights` leaves out
+                unset = float("nan") if buffer.is_floating_point() else 0  # NaN shows what `_init_weights` does not set
                 module._buffers[name] = torch.full_like(buffer, unset, device="cpu")
             if empty:
                 model._init_weights(module)
@@ -83,7 +83,7 @@ def empty_model(
 def fill(model: Any, tensors: TensorSource, activations: str, calls: Calls | None = None) -> Any:
     """Give an empty model its tensors, in blocks where they are matrices. activations: "int8" or "int15".
 
-    calls: of its linear layers, as `linear_calls` finds them; None: it is to find them.
+    calls: the result of `linear_calls`; None computes it here.
 
     Raises `NotInBlocksError` where the weights must be unpacked, and `SlipstreamError` where the file is damaged.
     """
@@ -125,7 +125,7 @@ class _Builder:
         for module in [module for module in self._names if isinstance(module, nn.Embedding)]:
             name, (rows, columns) = self._names[module], module.weight.shape
             if len(signature(module.forward).parameters) != 1:
-                raise NotInBlocksError(f"{name} is an embedding that is looked up by more than the numbers of its rows")
+                raise NotInBlocksError(f"{name} is an embedding whose forward takes more than token ids")
             if module is tokens and self._model.config.tie_word_embeddings:
                 table: Table = self._parts_of(name, tokens)[0]
             else:
@@ -143,7 +143,7 @@ class _Builder:
         pack(self._model, lambda linear: self._linear([linear]))
 
     def _calls(self) -> Calls:
-        """`linear_calls`, while the linear layers give zeros: they have no weights yet."""
+        """The result of `linear_calls`, with zeros as the outputs of linear layers, which have no weights yet."""
         linears = [module for module in self._model.modules() if type(module) is nn.Linear]
         for linear in linears:
             linear.forward = partial(_zeros, linear.out_features)  # type: ignore[method-assign]

@@ -1,9 +1,9 @@
-"""A Hugging Face model with some of its decoder layers only: the same weights, its own forward.
+"""A Hugging Face model with only some of its decoder layers: the same weights, its own forward.
 
 The decoder layers are found by structure: the one `nn.ModuleList` with an entry per layer whose entries run in order,
-once each. A layer that is left out is replaced by one that returns its input, so that every other layer keeps its
-number, its attention type and its place in the KV cache. Only the modules that contain that list are copied, without
-their children; everything else is shared, and the model itself stays as it is.
+once each. A skipped layer is replaced by one that returns its input, so every other layer keeps its number, its
+attention type and its place in the KV cache. Only the modules that contain that list are copied, without their
+children; everything else is shared, and the model itself does not change.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DIGEST_ROWS = 64  # rows of the embedding that enter a model's digest
 
 
 def digest(model: Any) -> str:
-    """A digest of a model's weights: the embedding's first rows and the norms, which packing and fusing leave alone.
+    """A digest of a model's weights: the embedding's first rows and the norms, which packing and fusing do not change.
 
-    Of quantized weights also the first outputs of each layer: the same model may have been quantized in many ways.
+    For quantized weights it includes the first outputs of each layer, since a model can be quantized in many ways.
     """
     norms = [p for name, p in model.named_parameters() if p.dim() == 1 and name.endswith("weight")]
     digested = hashlib.sha256(f"{model.config.get_text_config().num_hidden_layers} layers".encode())
@@ -60,10 +60,10 @@ def _modules(layer: nn.Module) -> Hashable:
 
 
 class Skip(nn.Module):
-    """Replaces a layer that is left out: returns its input in the form of the layer's output.
+    """Replaces a skipped layer: returns its input, shaped as the layer's output.
 
-    extra: how many further outputs the layer has besides its hidden states, None if it returns them bare. Attributes
-    that a model reads from its layers, such as the kind of attention, are the layer's own.
+    extra: number of outputs after the hidden states in a tuple; None if the layer returns a tensor. Attributes that a
+    model reads from its layers, such as the type of attention, are the layer's own.
     """
 
     def __init__(self, layer: nn.Module, extra: int | None) -> None:
@@ -75,7 +75,7 @@ class Skip(nn.Module):
                 attributes.setdefault(name, value)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """The hidden states [B, W, H] as they came."""
+        """Returns the hidden states [B, W, H] unchanged."""
         hidden = inputs[0] if inputs else options["hidden_states"]
         return hidden if self._extra is None else (hidden, *[None] * self._extra)
 
@@ -109,7 +109,7 @@ def shares_keys(model: Any) -> bool:
 
 
 def decoder_layers(model: Any, count: int) -> tuple[str, nn.ModuleList]:
-    """Where the list of decoder layers is, and the list."""
+    """The path of the list of decoder layers, and the list."""
     lists = {
         name: module
         for name, module in model.named_modules()
@@ -124,7 +124,7 @@ def decoder_layers(model: Any, count: int) -> tuple[str, nn.ModuleList]:
 
 
 def _outputs_beside(model: Any, layers: Iterable[nn.Module]) -> int | None:
-    """What layers return besides their hidden states: None if these come bare, else the number of further outputs."""
+    """The number of outputs that layers return after the hidden states; None if they return a single tensor."""
     forms: set[int | None] = set()
 
     def note_form(layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
@@ -144,7 +144,7 @@ def _outputs_beside(model: Any, layers: Iterable[nn.Module]) -> int | None:
 
 
 def _order(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Which of these layers run in a forward of two tokens, in order."""
+    """Those of these layers that run in a forward of two tokens, in the order in which they run."""
     seen: list[nn.Module] = []
     with ExitStack() as hooks:
         for layer in layers:

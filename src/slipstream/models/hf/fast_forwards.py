@@ -35,13 +35,13 @@ from slipstream.models.notices import warn_slower
 
 log = logging.getLogger("slipstream")
 
-COMPARED = "slipstream_compared"  # transformers' attention beside the grouped one
+COMPARED = "slipstream_compared"  # runs transformers' attention and the grouped one
 UNLIKE = 0.5  # difference of logits that no rounding explains
 TOKENS_INDEPENDENT = "whole layers, each token as if it were alone"
 
 
 def make_faster(backend: HFBackend, own_logits: OwnLogits) -> None:
-    """Give a model on the CPU grouped attention and then fused layers, each if it gives the model's own logits."""
+    """Give a model on the CPU grouped attention, then fused layers; each stays if it gives the model's own logits."""
     group_queries(backend, own_logits)
     fuse_layers(backend, own_logits)
 
@@ -57,7 +57,7 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
     if config._attn_implementation not in ("sdpa", "eager" if is_only_eager else "sdpa"):
         reason: str | None = f"its attention is {config._attn_implementation!r}"
     elif repeats is None:
-        reason = "its heads are not laid out in groups"
+        reason = "its heads are not arranged in groups"
     else:
         reason = _try_grouped(backend, repeats, own_logits or OwnLogits(backend))
     if reason is not None:
@@ -65,13 +65,13 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
 
 
 def _heads_differ(backend: HFBackend) -> bool:
-    """True for a model with a plan, on the CPU, whose layers differ in their heads, so that only the kernels attend."""
+    """True for a model with a plan, on the CPU, whose layers differ in their heads; only the kernels support that."""
     config = backend.model.config.get_text_config()
     return backend.device.type == "cpu" and config.model_type in FAMILIES and repeats_of(config) is None
 
 
 def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str | None:
-    """Turn grouped attention on; None if the logits stay the same, else it is off again and this is the reason."""
+    """Turn grouped attention on. Returns None if the logits stay the same; else turns it off and returns the reason."""
     config, reason = backend.model.config, "Slipstream's gives other logits"
     original = config.get_text_config()._attn_implementation
 
@@ -93,9 +93,9 @@ def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str
 
 
 def _attends_alike(backend: HFBackend, repeats: int, original: str) -> bool:
-    """True if grouped attention computes what the model's own does, call by call.
+    """True if grouped attention gives the same results as the model's own, call by call.
 
-    In a model such as Gemma 3 the roundings of one layer grow through the others until its logits show nothing.
+    In models such as Gemma 3, later layers amplify a layer's rounding so much that comparing logits shows nothing.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -131,7 +131,7 @@ def _attends_alike(backend: HFBackend, repeats: int, original: str) -> bool:
 def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list[tuple[nn.Module, FusedLayer]]:
     """Give decoder layers a forward of fewer operators if it gives this model's own logits; returns those layers."""
     if backend.masks.repeats is None and not _heads_differ(backend):
-        return []  # `group_queries` has warned of the reason
+        return []  # `group_queries` has logged the reason
     own_logits = own_logits or OwnLogits(backend)
     try:
         plan = plan_of_model(backend.model, backend.masks.windows)
@@ -139,7 +139,7 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
         if "fused layers" not in own_logits.passed:
             trials = [Trial(layer, layer.forward, forward) for layer, forward in layers]
             if largest_error(backend, layers, trials) > tolerance(backend.model):
-                raise UnknownLayerError("the fused one gives other numbers")
+                raise UnknownLayerError("the fused one gives different results")
             own_logits.passed.add("fused layers")
     except UnknownLayerError as error:
         warn_slower(f"{type(backend.model).__name__} keeps its layers' own forward: {error}")
@@ -148,7 +148,7 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
         layer.forward = forward
     if backend.device.type == "cpu":  # elsewhere forwards are captured as rectangles
         use_compiled_ops(backend, plan, layers, own_logits)
-        # recurrent layers and transformers' attention take as many tokens from each row
+        # recurrent layers and transformers' attention need the same number of tokens in each row
         own_attention = backend.masks.repeats is not None and all(layer.mixer is None for layer in plan.layers)
         attends = own_attention or backend.stack is not None
         backend.ragged = attends and backend.cache.states is None
@@ -170,7 +170,9 @@ def use_compiled_ops(
     if "compiled layers" not in own_logits.passed:
         if largest_error(backend, layers, trials) > tolerance(backend.model):
             backend.cache.store_as(None)
-            warn_slower(f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give other numbers")
+            warn_slower(
+                f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give different results"
+            )
             return
         own_logits.passed.add("compiled layers")
     for (_, forward), ops in zip(layers, compiled, strict=True):
@@ -179,7 +181,7 @@ def use_compiled_ops(
     if all(ops.shape_independent for ops in compiled):
         own_logits.passed.add(TOKENS_INDEPENDENT)
     layers_are_independent = TOKENS_INDEPENDENT in own_logits.passed
-    # in one call, nothing is computed beside what calls the layers: no tower of images
+    # with a stack, modules outside the decoder, such as an image tower, do not run
     scope = backend.model if backend.stack is None else decoder_module(backend.model, plan)
     head = backend.model.get_output_embeddings()
     backend.shape_independent = layers_are_independent and _multiplies_tokens_independently(
@@ -190,7 +192,7 @@ def use_compiled_ops(
 def _use_stack(
     backend: HFBackend, plan: DecoderPlan, layers: Sequence[tuple[nn.Module, FusedLayer]], own_logits: OwnLogits
 ) -> None:
-    """Compute all layers in one call if that gives the logits of these layers, which were compared themselves."""
+    """Compute all layers in one call if that gives the same logits as these layers, which have been checked."""
     model, trial = backend.model, "all layers in one call"
     try:
         if trial not in own_logits.passed:
@@ -209,9 +211,9 @@ def _use_stack(
 
 
 def _multiplies_tokens_independently(model: Any, head: Any, layers: Sequence[nn.Module]) -> bool:
-    """True if nothing outside the decoder layers multiplies by other weights than the kernels'.
+    """True if all products outside the decoder layers are the kernels'.
 
-    Any module may multiply by a matrix that is a parameter of its own, as the routers of mixtures do.
+    Any module may multiply by a matrix of its own, as the routers of mixtures do.
     """
     within = {module for layer in layers for module in layer.modules()}
     others = [

@@ -1,4 +1,4 @@
-"""Slipstream's KV cache and grouped attention as transformers knows them."""
+"""Registers Slipstream's KV cache and grouped attention with transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)  # for calls by transformers
 
 
 class ModelCache(SlotCache, Cache):
-    """A slot cache for transformers' models, which take no others."""
+    """A slot cache that transformers' models accept as a `Cache`."""
 
     layer_class_to_replicate = None
     offloading = False

@@ -1,8 +1,8 @@
-"""A view of a loaded model: other module objects over the same weights, so that no change of ours reaches the model.
+"""A view of a loaded model: new module objects over the same weights, so that Slipstream never changes the model.
 
-A model that is handed over stays its owner's. It is trained, saved, copied and cast as before, while packed layers,
-replaced forwards, attention settings and eval mode are the view's alone. Before each call the view is compared with
-its model, so that whatever the owner has changed meanwhile is seen.
+The caller still owns the model, and can train, save, copy and cast it as before. Packed layers, replaced forwards,
+attention settings and eval mode exist only in the view. Before each call the view is compared with its model, which
+reveals the owner's changes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from slipstream.models.exclusive_use import arithmetic
 
 CONTAINERS = frozenset((list, set, dict, OrderedDict))
 SETTINGS = (PreTrainedConfig, GenerationConfig)
-OURS = "_slipstream"  # how the names of attributes begin that Slipstream keeps on a model
-MOST_SAMPLES = 1 << 16  # numbers of a tensor that are read to see whether it has changed
+OURS = "_slipstream"  # prefix of attributes that Slipstream sets on a model
+MOST_SAMPLES = 1 << 16  # numbers of a tensor that are compared to detect changes
 COMPILED = "_orig_mod"  # the attribute of a module from torch.compile that holds the original
 
 
 class ModelView:
-    """A view of a model, which watches what its owner changes.
+    """A view of a model that detects its owner's changes.
 
-    model: what Slipstream runs. copies_weights: whether replaced modules hold copies of weights, which do not follow
-    changes of the originals.
+    model: the modules that Slipstream runs. copies_weights: whether replaced modules hold copies of weights, which
+    changes of the originals do not reach.
     """
 
     copies_weights = False
@@ -56,12 +56,13 @@ class ModelView:
         self._values = self._read()
 
     def is_same_model(self) -> bool:
-        """True if the model has the modules, settings and tensors that the view was made of, with whatever values.
+        """True if the model still has the modules, settings and tensors from which the view was made, whatever their
+        values.
 
-        PyTorch also has to multiply as before, which cached keys and values depend on.
+        PyTorch's arithmetic must also be unchanged, since cached keys and values depend on it.
         """
         for now, before in self._attributes:
-            before["training"] = now["training"]  # the view has a mode of its own
+            before["training"] = now["training"]  # the view is always in eval mode
             if not _equal(now, before):
                 return False
         same_settings = all(_equal(now, before) for now, before in self._settings)
@@ -77,15 +78,15 @@ class ModelView:
         return not self.is_same_model() or (self.copies_weights and not self.has_same_weights())
 
     def accept_weights(self) -> None:
-        """Make the weights' present values those that `has_same_weights` compares with."""
+        """Let `has_same_weights` compare with the current values from now on."""
         self._values = self._read()
 
     def note_copies(self) -> None:
-        """Called by whoever has replaced modules by others that hold copies of weights."""
+        """Call this after replacing modules by others that hold copies of weights."""
         self.copies_weights, self._copied = True, self._digest()
 
     def compare_copies(self) -> None:
-        """Compare all weights with the copies: a change of a few numbers through `.data` may be in no sample."""
+        """Compare all weights with the copies: samples may miss a change of a few numbers through `.data`."""
         if self.copies_weights and self._digest() != self._copied:
             self._values = -1, []
 
@@ -101,7 +102,7 @@ class ModelView:
         return [int(total) for total in sums]
 
     def num_writes(self) -> int:
-        """How many changes of weights in place PyTorch has counted; cheap enough for every round."""
+        """The in-place changes of weights that PyTorch has counted; cheap enough for every round."""
         return sum([0 if tensor.is_inference() else tensor._version for tensor in self._tensors])
 
     @torch.inference_mode()
@@ -121,7 +122,7 @@ def _twin_of(owned: nn.Module) -> Any:
     for module in modules:
         for value in vars(module).values():
             if isinstance(value, PreTrainedConfig):
-                deepcopy(value, twins)  # parts of a configuration are attributes of modules, too
+                deepcopy(value, twins)  # modules keep parts of a configuration as attributes
         is_script = isinstance(module, torch.jit.ScriptModule)  # has no attributes of its own
         twins[id(module)] = module if is_script else object.__new__(type(module))
     for module in modules:
@@ -143,7 +144,7 @@ def _for_twin(value: Any, twins: dict[int, Any]) -> Any:
         return twins[id(value)]
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, twins.get(id(value.__self__), value.__self__))
-    if isinstance(value, partial):  # how libraries that move weights wrap a module's forward
+    if isinstance(value, partial):  # libraries that move weights wrap a module's forward like this
         arguments = [twins.get(id(x), x) if isinstance(x, nn.Module) else x for x in value.args]
         return update_wrapper(partial(value.func, *arguments, **value.keywords), value)
     return value
@@ -178,12 +179,12 @@ def _equal(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """What identifies a tensor's memory."""
+    """A key that identifies a tensor's memory."""
     return tensor.dtype, tensor.device, tensor.shape, _address(tensor)
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the numbers are; 0 for tensors without an address."""
+    """The address of a tensor's memory; 0 for tensors without one."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -197,7 +198,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """A view of numbers of all rows and, where there are enough rows, all columns; None for tensors without numbers."""
+    """A view that samples every row and, given enough rows, every column; None for tensors without numbers."""
     if not _is_plain(tensor):
         return None
     numbers, columns = tensor.detach(), tensor.shape[-1] if tensor.dim() else 1
@@ -205,15 +206,15 @@ def _sample(tensor: Tensor) -> Tensor | None:
         return numbers.select(-1, columns // 2)
     count = min(MOST_SAMPLES, max(columns, numbers.numel() // columns))
     step = numbers.numel() // count
-    while math.gcd(step, columns) > 1:  # else it would come back to the same columns
+    while math.gcd(step, columns) > 1:  # otherwise it would repeat the same columns
         step += 1
     return numbers.view(-1)[::step]
 
 
 def unwrapped(model: Any) -> Any:
-    """The model that generates, inside known wrappers. Raises `UsageError` for other wrappers and for what is no model.
+    """The model that generates, inside known wrappers. Raises `UsageError` for other wrappers and other objects.
 
-    Compiled and parallel forwards compute what the inner model computes; adapters of PEFT that change layers are in the
+    Compiled and parallel forwards compute what the inner model computes; PEFT puts adapters that change layers into the
     inner model's layers.
     """
     while not isinstance(model, GenerationMixin):
@@ -248,11 +249,11 @@ def _without_peft(model: Any) -> Any:
             f"model {type(model).__name__} is not supported: its adapter ({type(config).__name__}) puts virtual tokens "
             "before the prompt; allowed: adapters that change layers (LoRA, ...), or get_base_model() without it"
         )
-    # what the wrapper's own forward gives the layers, for which it must see the whole text
+    # the wrapper's own forward computes inputs of the layers, from the whole text
     if getattr(config, "alora_invocation_tokens", None) or getattr(config, "peft_type", None) in ("XLORA", "POLY"):
         raise UsageError(
-            f"model {type(model).__name__} is not supported: its adapter ({type(config).__name__}) changes some tokens "
-            "or texts only; allowed: adapters that change layers for all tokens (LoRA, ...)"
+            f"model {type(model).__name__} is not supported: its adapter ({type(config).__name__}) changes only some "
+            "tokens or texts; allowed: adapters that change layers for all tokens (LoRA, ...)"
         )
     return model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model
 

@@ -1,8 +1,8 @@
 """A Hugging Face model as `generate` runs it: its own cache, its own masks and positions, one row at a time.
 
-This is how models run whose state cannot be written at explicit positions: recurrent layers, compressed or relative
-attention, caches of another form, or none. The model's cache object is one opaque state, known at the positions where
-a forward ended; going on from an earlier one starts from a copy that was kept there.
+Models run this way if their state cannot be written at explicit positions: unknown recurrent layers, compressed or
+relative attention, other classes of caches, or none. The model's cache object is one opaque state, which exists only
+where a forward ended; continuing from an earlier position starts from a copy kept there.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from slipstream.models.hf.rotations_by_length import rotate_by_length
 from slipstream.models.hf.thresholds import longest_text
 
 CACHE_NAMES = (*NAMES, "state", "mems", BUCKETS)  # of `forward`'s arguments
-NEWEST, MAX_STATES = 10, 16  # states kept of a row: always the newest 10, at most 16 in all
+NEWEST, MAX_STATES = 10, 16  # states kept per row: always the newest 10, at most 16 in all
 
 
 @dataclass
 class State:
-    """What a forward continues from. cache: the model's own, if it has one; in_modules: see `ModuleState`."""
+    """The state from which a forward continues. cache: the model's own, if any; in_modules: see `ModuleState`."""
 
     cache: Any
     in_modules: list[Tensor]
 
     def duplicate(self) -> State:
-        """A copy that a forward may change. Layers that only ever replace their tensors share them with this one."""
+        """A copy that a forward may change; layers that replace their tensors instead of changing them share these."""
         cache = self.cache
         if type(cache) is not DynamicCache:  # subclasses keep more than layers
             return State(deepcopy(cache), self.in_modules)
@@ -46,7 +46,7 @@ class State:
         return State(changed, self.in_modules)
 
     def take_keys(self, position: int, later: State) -> None:
-        """Replace keys and values by views of those of a later state of the same text, which begin with them."""
+        """Replace keys and values by views of a later state's, which begin with the same ones; saves memory."""
         if type(self.cache) is DynamicCache and type(later.cache) is DynamicCache:
             for layer, later_layer in zip(self.cache.layers, later.cache.layers, strict=True):
                 if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.shape[-2] == position:
@@ -61,7 +61,7 @@ def _duplicate(layer: Any) -> Any:
         return deepcopy(layer)
     changed = copy(layer)
     for name, values in vars(layer).items():
-        if isinstance(values, dict):  # number of a state -> what is known of it
+        if isinstance(values, dict):  # by number of the state
             copied = {i: value.clone() if isinstance(value, Tensor) else value for i, value in values.items()}
             setattr(changed, name, copied)
     return changed
@@ -76,18 +76,18 @@ class ModuleState:
         self._places: list[tuple[nn.Module, str]] = []
 
     def note_changed(self) -> None:
-        """Note which attributes the first forward has changed."""
+        """Note the attributes that the first forward has changed."""
         after = self._attributes()
         self._places = [place for place, value in after.items() if value is not self._before.get(place)]
         self._before = {place: self._before.get(place) for place in self._places}
 
     def restore(self, tensors: Sequence[Tensor] | None) -> None:
-        """Put kept tensors back; None: as they were before the first forward."""
+        """Restore saved tensors; None restores those from before the first forward."""
         for i, (module, name) in enumerate(self._places):
             setattr(module, name, self._before[module, name] if tensors is None else tensors[i].clone())
 
     def saved(self) -> list[Tensor]:
-        """Copies of what the modules keep now."""
+        """Copies of the modules' current tensors."""
         return [getattr(module, name).clone() for module, name in self._places]
 
     def _attributes(self) -> dict[tuple[nn.Module, str], Tensor]:
@@ -106,7 +106,7 @@ class OwnCaches:
         self._states.extend({} for _ in range(rows - len(self._states)))
 
     def last(self, slot: int, limit: int) -> int:
-        """The last position, at most `limit`, with a known state; 0 is always known."""
+        """The last position, at most `limit`, that has a state; 0 always has one."""
         return max((position for position in self._states[slot] if position <= limit), default=0)
 
     def at(self, slot: int, position: int) -> State | None:
@@ -117,7 +117,7 @@ class OwnCaches:
         return states[position].duplicate() if position else None
 
     def put(self, slot: int, position: int, state: State) -> None:
-        """Keep a state; where there are too many, drop the one whose loss leaves the smallest gap."""
+        """Keep a state; if there are too many, drop the one that leaves the smallest gap."""
         states = self._states[slot]
         for earlier, other in states.items():
             other.take_keys(earlier, state)
@@ -126,7 +126,7 @@ class OwnCaches:
             del states[_dispensable(sorted(states))]
 
     def add_noise(self, slot: int, position: int) -> None:
-        """Add noise to the recurrent part of a state, always the same, so that a trial notices if it is ignored."""
+        """Add fixed noise to the recurrent part of a state, so that a trial notices if the state is ignored."""
         generator = torch.Generator().manual_seed(17)
         for layer in getattr(self._states[slot][position].cache, "layers", []):
             for state in getattr(layer, "recurrent_states", {}).values():
@@ -134,7 +134,7 @@ class OwnCaches:
                     state += torch.randn(state.shape, generator=generator).to(state)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Give a slot the states of another one up to `length`. Kept states are never changed, so both share them."""
+        """Give a slot another one's states up to `length`. Kept states never change, so both slots share them."""
         self._states[destination] = {
             position: state for position, state in self._states[source].items() if position <= length
         }
@@ -160,7 +160,7 @@ class OwnCacheBackend:
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
         self.device = input_device(model)
-        # beyond it the model would read a short text as a long one, if only because of its draft
+        # a longer draft would make the model read a short text as a long one
         longest = rotate_by_length(model) or unmasked_window(model)
         self.max_length: int = longest or longest_text(config) or 1 << 20
         self.takes_several_tokens, self.rounds_like_one_token = True, model.dtype in (torch.float32, torch.float64)
@@ -173,7 +173,7 @@ class OwnCacheBackend:
         self.vocab_size = vocab_size_of(model)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make slots; their states grow by themselves."""
+        """Create slots; their states need no reservation."""
         self.caches.reserve(rows)
         self._ids.extend([] for _ in range(rows - len(self._ids)))
 
@@ -185,7 +185,7 @@ class OwnCacheBackend:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-        """Every column counts as a token, padding too."""
+        """Treats every column as a token, including padding."""
         rows = [self._feed(first_slot + i, start, tokens[i].tolist(), logits) for i, start in enumerate(starts)]
         return torch.stack(rows) if logits else torch.empty(0, device=self.device)
 
@@ -223,7 +223,7 @@ class OwnCacheBackend:
     def _run(self, ids: list[int], count: int, state: State | None, logits: bool) -> tuple[Tensor, State]:
         """Logits of the last `count` of these tokens, and the state after them. state: the one before them.
 
-        logits: whether all these logits are wanted; if not, there may be those of the last token only.
+        logits: False if only the last token's logits are needed.
         """
         all_ids, has_cache = torch.tensor([ids], device=self.device), self._cache_name is not None
         options: dict[str, Any] = {"attention_mask": torch.ones_like(all_ids), "use_cache": has_cache}

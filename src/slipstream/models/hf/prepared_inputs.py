@@ -1,4 +1,4 @@
-"""The inputs of a model's forward: their names, their device, and whether the model prepares them its own way."""
+"""The inputs of a model's forward: their names, their device, and a check for models that prepare them differently."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slipstream.models.hf.thresholds import longest_text
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
-STATES = ("cache", "cache_params")  # of models that have recurrent layers alone
+STATES = ("cache", "cache_params")  # in models that have only recurrent layers
 NAMES = (*KEYS_AND_VALUES, "cache_params")
 BUCKETS = "past_buckets_states"  # Reformer's
-SHORT, LONG = 9, 4096  # lengths of the texts that a trial prepares, in tokens
-LATEST = 3  # tokens of them that the trial with a cache leaves uncached
+SHORT, LONG = 9, 4096  # lengths in trials, in tokens
+LATEST = 3  # tokens that are not cached in the trial with a cache
 
 
 def cache_name(model: Any, names: tuple[str, ...] = NAMES) -> str | None:
@@ -29,7 +29,7 @@ def cache_name(model: Any, names: tuple[str, ...] = NAMES) -> str | None:
 
 
 def prepared_name(model: Any, name: str) -> str:
-    """What `prepare_inputs_for_generation` calls the argument `name` of the model's forward."""
+    """The name that `prepare_inputs_for_generation` gives the argument `name` of the model's forward."""
     if name != BUCKETS:
         return name
     accepted = inspect.signature(model.prepare_inputs_for_generation).parameters
@@ -52,15 +52,15 @@ def input_device(model: Any) -> torch.device:
 
 
 def vocab_size_of(model: Any) -> int:
-    """How many logits a token has, by the output layer or, if that does not declare it, by the configuration."""
+    """The number of logits per token: the output layer's or, if that does not declare it, the configuration's."""
     size = getattr(model.get_output_embeddings(), "out_features", None)
     return int(size or model.config.get_text_config(decoder=True).vocab_size)
 
 
 def prepares_inputs_differently(model: Any) -> bool:
-    """True if a model's own `prepare_inputs_for_generation` prepares other inputs than transformers' would.
+    """True if a model's own `prepare_inputs_for_generation` prepares different inputs than transformers' would.
 
-    Only a loop that calls such a method at every step gives the model the inputs that its author meant.
+    Such a model gets the intended inputs only from a loop that calls the method at every step.
     """
     from transformers import GenerationMixin
 
@@ -78,7 +78,7 @@ def prepares_inputs_differently(model: Any) -> bool:
 
 @torch.inference_mode()
 def _is_usual(model: Any, length: int, cached: int) -> bool:
-    """True if a text's inputs are those that transformers prepares. cached: how many of its tokens the cache holds."""
+    """True if the inputs are those that transformers prepares. cached: number of tokens in the cache."""
     positions = torch.arange(length, device=input_device(model))[None]
     ids = positions % len(model.get_input_embeddings().weight)
     prepared = []
@@ -96,7 +96,7 @@ def _is_usual(model: Any, length: int, cached: int) -> bool:
                 use_cache=True,
                 **cache,
             )
-        except Exception:  # somebody else's code may raise whatever it likes
+        except Exception:  # third-party code may raise anything
             return False
         prepared.append({key: value for key, value in inputs.items() if value is not None and key not in NAMES})
         prepared[-1]["caches"] = [inputs.get(key) is cache[key] for key in cache]
@@ -104,7 +104,7 @@ def _is_usual(model: Any, length: int, cached: int) -> bool:
 
 
 def _usual_method(model: Any) -> Any:
-    """The method of transformers that a model's own one overrides."""
+    """The method of transformers that the model's own method overrides."""
     bases = type(model).__mro__
     owner = next(
         base

@@ -1,8 +1,8 @@
-"""Recurrent layers of Hugging Face models, recognized by structure, on states of their own.
+"""Recurrent layers of Hugging Face models, recognized by structure, on Slipstream's own states.
 
-Only a layer's `forward` is replaced, and only for caches of Slipstream; its modules stay where they are, and other
-callers run the model's own code. That code is also the specification: a layer that computes anything else gives other
-logits, and then the model runs on caches of its own.
+Only a layer's `forward` is replaced, and only for Slipstream's caches; its modules stay in place, and other callers run
+the model's own code. That code is the specification: if the logits differ from its logits, the model runs on caches of
+its own.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from slipstream.models.decoder.fused_linear import is_plain
 from slipstream.models.decoder.recurrence import Heads, Projection, Recurrence, RecurrentStates
 
 SILU = ("silu", "swish")
-ORDERING = "fix_query_key_value_ordering"  # the method that takes heads apart
-NO_LIMIT = (0.0, math.inf)  # of the time step of Mamba-2
+ORDERING = "fix_query_key_value_ordering"  # the method that separates heads
+NO_LIMIT = (0.0, math.inf)  # for the time step of Mamba-2
 
 
 class Form(Protocol):
-    """A recurrent layer's projections around its recurrence. B rows of W tokens, H hidden numbers."""
+    """A recurrent layer's projections around its recurrence. B rows of W tokens, hidden size H."""
 
     recurrence: Recurrence
 
     @property
     def projection(self) -> Projection | None:
-        """What the kernels need to compute `project` and `finish`; None if they cannot."""
+        """The kernels' description of `project` and `finish`; None if they cannot compute them."""
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """From [B, W, H] to the recurrence's inputs [B, W, inputs], and what `finish` needs besides its outputs."""
+        """From [B, W, H] to the recurrence's inputs [B, W, inputs], and the rest, which `finish` takes."""
 
     def finish(self, mixed: Tensor, rest: Tensor) -> Tensor:
         """From the recurrence's outputs [B, W, outputs], float32, to [B, W, H]."""
@@ -83,7 +83,7 @@ class GatedDelta:
 
 
 class InterleavedGatedDelta(GatedDelta):
-    """Gated delta layers whose projections are two matrices, ordered head by head; see `order_outputs`."""
+    """Gated delta layers with two joint projections, ordered head by head; see `order_outputs`."""
 
     @property
     def projection(self) -> Projection | None:
@@ -97,7 +97,7 @@ class InterleavedGatedDelta(GatedDelta):
 
 
 def order_outputs(model: nn.Module) -> None:
-    """Let layers compute all queries first, then all keys, values and gates, instead of head by head."""
+    """Reorder layers' outputs from head by head to all queries, then all keys, values and gates."""
     for layer in recurrent_layers(model).values():
         if form_of(layer) is not InterleavedGatedDelta:
             continue
@@ -113,7 +113,7 @@ def order_outputs(model: nn.Module) -> None:
 
 
 def _parts(groups: Sequence[Sequence[Sequence[int]]], *outputs: Tensor) -> list[Tensor]:
-    """The parts of these shapes of the outputs of each of several layers."""
+    """Splits the outputs of several layers into parts of these shapes."""
     return [
         part.unflatten(-1, shape)
         for output, shapes in zip(outputs, groups, strict=True)
@@ -174,7 +174,7 @@ class StateSpace:
 
 
 class ShortConvolution:
-    """Layers of LFM2: nothing but a gated convolution."""
+    """Layers of LFM2: only a gated convolution."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -224,7 +224,7 @@ class RecurrentForward:
         self.compiled = compiled_recurrence(form.recurrence) if on_cpu else None
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Any:
-        """The layer's own forward, or [B, W, H] -> [B, W, H] on a cache that knows its state."""
+        """[B, W, H] -> [B, W, H] on a cache with this layer's state; on any other cache, the layer's own forward."""
         caches = (getattr(x, "states", None) for x in (*inputs, *options.values()))
         states = next((cache for cache in caches if isinstance(cache, RecurrentStates)), None)
         if states is None:
@@ -234,13 +234,13 @@ class RecurrentForward:
 
 
 def recurrent_layers(model: nn.Module) -> dict[int, Any]:
-    """The recurrent layers that can run on states of ours, by number."""
+    """The recurrent layers that can run on Slipstream's states, by number."""
     layers: Iterable[Any] = model.modules()
     return {layer.layer_idx: layer for layer in layers if form_of(layer) is not None}
 
 
 def recurrent_states(model: nn.Module) -> RecurrentStates | None:
-    """New states of a model's recurrent layers, whose forwards are replaced; None if it has none."""
+    """New states for a model's recurrent layers, whose forwards it replaces; None if there are no such layers."""
     layers = recurrent_layers(model)
     for layer in layers.values():
         if not isinstance(layer.forward, RecurrentForward):
@@ -251,7 +251,7 @@ def recurrent_states(model: nn.Module) -> RecurrentStates | None:
 
 
 def form_of(layer: Any) -> Callable[[Any], Form] | None:
-    """The one of `FORMS` that a layer has; None if it has none."""
+    """The entry of `FORMS` that fits a layer; None if none does."""
     if not hasattr(layer, "layer_idx"):
         return None
     children = {name for name, child in layer.named_children() if "act" not in name}

@@ -1,7 +1,7 @@
-"""Rotations that depend on how long a text is: longrope rotates all keys of a long text differently.
+"""Rotations that depend on the length of the text: longrope rotates all keys of a long text differently.
 
-transformers looks at the largest position of a whole call, so a short text beside a long one, or before a draft that
-reaches far enough, would be rotated differently than alone. Here the length of its own text decides for each token.
+transformers decides by the largest position in the whole call, so it would rotate a short text differently in a batch
+with a long one, or with a draft that crosses the limit. Here the length of its own text decides for each token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.models.hf.thresholds import longest_text, thresholds
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [B, W, D]
 PROBE = 4  # positions
-# whether the tokens of the present forward are of long texts: [B, 1] or [1, W] bool; None: by the largest position
+# for each token of the current forward, True in long texts: [B, 1] or [1, W]; None: decide by the largest position
 _IS_LONG: ContextVar[Tensor | None] = ContextVar("is_long", default=None)
 
 
@@ -32,7 +32,7 @@ class RotationsByLength:
         self._module, self.switch = module, switch
 
     def __call__(self, x: Tensor, position_ids: Tensor, **options: Any) -> Rotation:
-        """The rotations by each text's length; the module's own where the caller is not `HFBackend`."""
+        """The rotations for each text's length; for callers other than `HFBackend`, the module's own."""
         is_long = _IS_LONG.get()
         if is_long is None:
             return _own(self._module, x, position_ids, options)
@@ -58,8 +58,8 @@ def texts_are_long(is_long: Tensor | None) -> Iterator[None]:
 def rotate_by_length(model: Any) -> int | None:
     """Make a model's rotations depend on each text's own length; returns the largest length of a short text.
 
-    None where they depend on a token's position alone. Found by trying the rotary modules around the positions that
-    the configuration names.
+    Returns None if they depend only on a token's position. It tries the rotary modules around the positions that the
+    configuration names.
     """
     switches = set()
     for module in model.modules():
@@ -79,7 +79,7 @@ def rotate_by_length(model: Any) -> int | None:
 
 
 def _switch(model: Any, module: nn.Module) -> int | None:
-    """The position whose presence in a call changes the rotations of earlier ones, if there is one."""
+    """The first position that changes the rotations of earlier positions in the same call; None if there is none."""
     config = model.config.get_text_config()
     end = longest_text(config) or 0
     x = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.get_input_embeddings().weight.device)
@@ -94,18 +94,18 @@ def _switch(model: Any, module: nn.Module) -> int | None:
                 below, reached = (_beside(module, x, positions, far, options) for far in (position - 1, position))
                 if _same(alone, below) and not _same(alone, reached):
                     return position
-        except (RuntimeError, TypeError, ValueError, LookupError):  # positions or rotations of another form
+        except (RuntimeError, TypeError, ValueError, LookupError):  # positions or rotations of another shape
             continue
     return None
 
 
 def drops_cache(model: Any, longest_short: int) -> bool:
-    """True if `generate` reads a text that becomes long again from its first token on."""
+    """True if `generate` rereads a text from its first token when it becomes long."""
     from transformers import DynamicCache
 
     name, cache = cache_name(model), DynamicCache()
     key = torch.zeros(1, 1, longest_short, 1)
-    cache.update(key, key, 0)  # its length is what matters
+    cache.update(key, key, 0)  # only its length matters
     ids = torch.zeros(1, longest_short + 1, dtype=torch.int64)
     options = {prepared_name(model, name): cache} if name else {}
     try:

@@ -1,4 +1,4 @@
-"""Trials when a model is loaded: how its forward treats its state. Nothing is assumed from its name."""
+"""Trials at load that show how a model's forward treats its state; they assume nothing from its name."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from slipstream.models.notices import warn_slower
 
 log = logging.getLogger("slipstream")
 
-SWITCHES = ("is_decoder", "causal")  # fields of configurations that make an encoder a decoder
-TOKENS, FIRST = 11, 6  # of a trial, and how many of them are read before the state is kept
-CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # largest `difference` of logits that are equal but for rounding
+SWITCHES = ("is_decoder", "causal")  # configuration fields that turn an encoder into a decoder
+TOKENS, FIRST = 11, 6  # of a trial; those read before the state is kept
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # largest `difference` that counts as rounding
 # in half precision, and where activations are rounded to integers; forwards of SmolLM2 that are cut in two differ by up
 # to 0.08, a wrong mask by 1
 CLOSE_ELSE = 0.3
-CLOSE_STEPS = 0.1  # the same of a forward of several tokens and of each; one that is wrongly doubted only costs speed
+CLOSE_STEPS = 0.1  # likewise, of one forward for several tokens and one for each; a false alarm costs only speed
 
 
 def own_cache_backend(model: Any) -> OwnCacheBackend:
-    """A model on caches of its own, after trials of how it continues from a state.
+    """Run a model on caches of its own, after trials that show how it continues from a state.
 
     Raises `UsageError`, with the reason, for models that cannot continue from a state, or attend to later tokens.
     """
@@ -49,19 +49,19 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
         backend.module_state.note_changed()
         is_causal(backend, model)
         if not _takes_several(backend, ids) and not _agree(at_once, _steps(backend, ids), close):
-            reason = "its cached forward gives other logits than its uncached one"
+            reason = "its logits differ with and without its cache"
             raise UsageError(f"model {name} is not supported: {reason}")
         steps, several = _after_noise(backend, ids, _steps), _after_noise(backend, ids, _several)
         agree = _agree(steps, several, _close(model, CLOSE_STEPS))
         backend.takes_several_tokens = backend.takes_several_tokens and agree
         if not backend.takes_several_tokens:
-            warn_slower(f"{name} reads drafts token by token: a forward of several gives other logits than of each")
-        elif prepares_inputs_differently(model):  # for several tokens it may prepare other things than for each alone
+            warn_slower(f"{name} reads drafts token by token: one forward for several tokens gives different logits")
+        elif prepares_inputs_differently(model):  # it may prepare several tokens differently from single ones
             backend.takes_several_tokens = False
             warn_slower(f"{name} reads drafts token by token: its prepare_inputs_for_generation is its own")
         again = backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
         if not _agree(several if backend.takes_several_tokens else steps, again, close):
-            raise UsageError(f"model {name} is not supported: its state after a token cannot be kept and put back")
+            raise UsageError(f"model {name} is not supported: its state after a token cannot be saved and restored")
     except SlipstreamError:
         raise
     except MODEL_ERRORS as error:
@@ -72,15 +72,16 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
 
 
 def why_not_on_slots(try_forward: Callable[[], bool]) -> str | None:
-    """Why a model cannot run on the slots of a cache, as a trial shows; None if it can.
+    """The reason a model cannot run on the slots of a cache, found by a trial; None if it can.
 
-    try_forward: whether the model gives its own logits there. Raises `UsageError` for a model that is refused anyway.
+    try_forward: returns whether the model gives its own logits there. Raises `UsageError` for models that are refused
+    in any case.
     """
     try:
-        return None if try_forward() else "its attention takes neither positions nor masks as they are given"
+        return None if try_forward() else "its attention ignores the given positions or masks"
     except UsageError:
         raise
-    except MODEL_ERRORS as error:  # its code wants a cache of its own kind, or a mask of two dimensions
+    except MODEL_ERRORS as error:  # it needs its own class of cache, or a two-dimensional mask
         return f"its forward fails on the slots of a cache: {first_line(error)}"
 
 
@@ -104,8 +105,8 @@ def is_causal(backend: Backend, model: Any) -> bool:
 def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
     """True if a model's own logits of `a_few_tokens` differ from these [1, 9, V], which came from a slot cache.
 
-    later: [T, 9, V] logits of the same tokens at later positions, computed in one batch. Raises `UsageError` where a
-    text's logits depend on the positions of those beside it.
+    later: [T, 9, V] logits of the same tokens at later positions, computed in one batch. Raises `UsageError` if a row's
+    logits depend on the positions in other rows.
     """
     tokens = a_few_tokens(logits.shape[-1], input_device(model))
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
@@ -121,8 +122,8 @@ def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
         if start:
             return True
         raise UsageError(
-            f"model {type(model).__name__} is not supported: what it computes of a text depends on how long the "
-            "texts beside it are; allowed: models whose rotations depend on a token's own position"
+            f"model {type(model).__name__} is not supported: its logits for a text depend on the length of "
+            "other texts in the batch; allowed: models whose rotations depend on a token's own position"
         )
     return False
 
@@ -141,7 +142,7 @@ def _takes_several(backend: OwnCacheBackend, ids: Tensor) -> bool:
 
 @torch.inference_mode()
 def _after_noise(backend: OwnCacheBackend, ids: Tensor, read: Callable[[OwnCacheBackend, Tensor], Tensor]) -> Tensor:
-    """Logits of the tokens after the first ones. Noise in the state before them shows whether it is read."""
+    """Logits of the tokens after the first ones, with noise in the state before them: they differ if it is read."""
     backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
     backend.caches.add_noise(0, FIRST)
     return read(backend, ids)
@@ -158,12 +159,12 @@ def _steps(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
 
 
 def _close(model: Any, in_half_precision: float = CLOSE_ELSE) -> float:
-    """The largest `difference` that is rounding: by the type of the weights, since logits may be float32 anyway."""
+    """The largest `difference` that counts as rounding, by the type of the weights: logits may always be float32."""
     return CLOSE.get(model.dtype, in_half_precision)
 
 
 def _agree(first: Tensor, second: Tensor, close: float) -> bool:
-    """True if logits are equal but for rounding, a `difference` of up to `close`; NaN differs from everything.
+    """True if logits have a `difference` of at most `close`; NaN differs from everything.
 
     Tokens that both rule out do not count.
     """

@@ -1,4 +1,4 @@
-"""Which models can run on a slot-addressed KV cache: those whose state is written at explicit positions."""
+"""Decides which models can run on a slot-addressed KV cache: those that write their state at explicit positions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from slipstream.errors import UsageError, one_line
 from slipstream.models.decoder.attention import GROUPED, STATEFUL, unmasked_window
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.decoder.families import KINDS
-from slipstream.models.hf import interfaces  # noqa: F401 (makes grouped attention known)
+from slipstream.models.hf import interfaces  # noqa: F401 (registers grouped attention)
 from slipstream.models.hf.prepared_inputs import STATES, cache_name, prepares_inputs_differently
 from slipstream.models.hf.recurrent_mixers import recurrent_layers
 
-# the last one reads another layer's keys; transformers has it from 5.23 on
+# the last one, in transformers from 5.23 on, reads another layer's keys
 NAMES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 ATTENTION = tuple(layer for name in NAMES if (layer := vars(cache_utils).get(name)) is not None)
-STATELESS = ("mlp", "moe")  # kinds of layers that neither attend nor have a state
+STATELESS = ("mlp", "moe")  # types of layers that neither attend nor have a state
 RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
 def without_weights(model: Any) -> str | None:
-    """Why a model has no weights to compute with; None if it has some, or hooks load them when they are needed."""
+    """The reason a model has no weights in memory; None if it has some, or if hooks load them when needed."""
     moved = any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
     if not moved and any(parameter.device.type == "meta" for parameter in model.parameters()):
         return "its weights are on the meta device, without numbers; allowed: a model whose weights are loaded"
@@ -39,7 +39,7 @@ def check_supported(model: Any) -> None:
 
 
 def not_by_position(model: Any) -> str | None:
-    """Why a model's state cannot be written at explicit positions and read through an explicit mask; None if it can."""
+    """The reason a model's state cannot be written at explicit positions and read through a mask; None if it can."""
     config = model.config.get_text_config()
     parameters = inspect.signature(model.forward).parameters
     try:
@@ -64,12 +64,12 @@ def not_by_position(model: Any) -> str | None:
     elif attends and unmasked_window(model) is not None:
         reason = "its cache has a sliding window that its attention masks lack"
     elif prepares_inputs_differently(model):
-        reason = "its prepare_inputs_for_generation gives the forward other inputs than transformers' does"
+        reason = "its prepare_inputs_for_generation prepares different inputs than transformers' method"
     return reason
 
 
 def _known_layers(model: Any, config: Any, layers: Sequence[Any]) -> bool:
-    """True if all layers attend to keys and values, or are recurrent layers that can run on states of ours."""
+    """True if all layers attend to keys and values, or are recurrent layers that run on Slipstream's states."""
     recurrent = {i for i, layer in enumerate(layers) if type(layer) in RECURRENT}
     if not all(type(layer) in (*ATTENTION, *RECURRENT) for layer in layers):
         return False

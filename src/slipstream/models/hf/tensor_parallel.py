@@ -1,7 +1,7 @@
-"""A target over several processes: each holds a part of every layer, by the plan that transformers has for the model.
+"""A target across several processes: each holds a part of every layer, as transformers' plan for the model says.
 
-Rank 0 drafts and decides, and sends each call of its backend to the other ranks, which run it on their parts. Started
-by torchrun, with `load_options={"tp_plan": "auto"}`.
+Rank 0 drafts and decides, and sends each call of its backend to the other ranks, which run it on their parts. Start it
+with torchrun and `load_options={"tp_plan": "auto"}`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STOP = "stop"
 
 
 class TensorParallelBackend(HFBackend):
-    """A part of a model, and on rank 0 the whole backend: every call that forwards or touches the cache is sent first.
+    """One rank's part of a model. Rank 0 first sends the others every call that runs a forward or uses the cache.
 
     ranks: the group over which calls are sent. A failure ends the job on every rank.
     """
@@ -40,7 +40,7 @@ class TensorParallelBackend(HFBackend):
     def __init__(self, model: Any, ranks: Any) -> None:
         self._ranks, self._failed, self._leads = ranks, False, False
         super().__init__(model)
-        self._leads = dist.get_rank() == 0  # from here on calls are sent
+        self._leads = dist.get_rank() == 0  # rank 0 sends calls from here on
 
     def _call(self, name: str, *args: Any, **options: Any) -> Any:
         """Call a method here and, from rank 0, on every other rank; returns the result here."""
@@ -121,7 +121,7 @@ class TensorParallelBackend(HFBackend):
         return digest.hexdigest()
 
     def layer_kinds(self) -> Sequence[Hashable]:
-        """Refused: shapes are measured on the whole model, which every rank runs."""
+        """Refused: all ranks run every forward, so parts cannot be measured alone."""
         raise UsageError("a tensor-parallel model has no parts that run alone; allowed: the whole model")
 
     def layer_subset(self, layers: Sequence[int]) -> HFBackend:
@@ -132,7 +132,7 @@ class TensorParallelBackend(HFBackend):
         return self.layer_subset(layers)
 
     def follow(self) -> NoReturn:
-        """On every rank but 0: run the calls that rank 0 sends until it sends `STOP`, then end the process."""
+        """On ranks other than 0: run the calls that rank 0 sends until it sends `STOP`, then end the process."""
         rank = dist.get_rank()
         try:
             while True:
@@ -146,7 +146,7 @@ class TensorParallelBackend(HFBackend):
         except (SlipstreamError, RuntimeError) as error:
             why = first_line(error) if isinstance(error, SlipstreamError) else f"rank {rank}: rank 0 has ended"
             print(f"error: {why}", file=sys.stderr, flush=True)
-            os._exit(1)  # the group cannot be left in order when a rank is gone
+            os._exit(1)  # a group with a dead rank cannot be closed cleanly
 
     def stop(self) -> None:
         """On rank 0: let the others end."""
@@ -183,7 +183,7 @@ def join_ranks() -> Any:
 
 
 def check_heads(source: str, model: Any, ranks: int) -> None:
-    """Refuse a number of processes over which the attention heads cannot be spread: every one holds whole heads."""
+    """Refuse a number of processes that does not divide the attention heads: each process holds whole heads."""
     config = model.config.get_text_config()
     heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     counts = [count for count in heads if count]
@@ -201,16 +201,16 @@ def loading_options(options: LoadOptions) -> LoadOptions:
     from transformers.distributed import DistributedConfig
 
     if options.fast is True:
-        raise UsageError(f"fast=True with load_options {PLAN!r}, whose layers keep their form; allowed: 'auto', False")
+        raise UsageError(f"fast=True with load_options {PLAN!r}, whose layers are not replaced; allowed: 'auto', False")
     if "device_map" in options.extra:
-        raise UsageError(f"load_options device_map beside {PLAN!r}; allowed: one of them")
+        raise UsageError(f"load_options device_map together with {PLAN!r}; allowed: one of them")
     extra = {name: value for name, value in options.extra.items() if name != PLAN}
     extra["distributed_config"] = DistributedConfig(tp_plan=options.extra[PLAN])
     return replace(options, fast=False, extra=extra)
 
 
 def lead_or_follow(model: Any, ranks: Any) -> TensorParallelBackend:
-    """The backend on rank 0; the other ranks end here, when rank 0 does."""
+    """The backend on rank 0; on other ranks, follow rank 0 and end the process with it."""
     backend = TensorParallelBackend(model, ranks)
     if backend.cache.states is not None:
         raise UsageError(f"load_options {PLAN!r}: {type(model).__name__} has recurrent layers; allowed: models without")

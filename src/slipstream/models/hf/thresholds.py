@@ -1,4 +1,4 @@
-"""Positions from which on a model may compute something else, by the numbers in its configuration."""
+"""Positions at which a model's computation may change, taken from the numbers in its configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ THRESHOLDS = re.compile(r"max_position|max_seq|n_positions|max_sequence|chunk|wi
 
 
 def longest_text(config: Any) -> int | None:
-    """The tokens of the longest text, by a text configuration; None if it does not say, or says -1 for no limit."""
+    """The maximum length in a text configuration, in tokens; None if it is missing or -1, for no limit."""
     length = getattr(config, "max_position_embeddings", None) or -1
     if not is_whole(length, -1):
         raise UsageError(
@@ -23,7 +23,7 @@ def longest_text(config: Any) -> int | None:
 
 
 def thresholds(config: Any, end: int) -> list[int]:
-    """Positions below `end` from which on a text configuration may change what is computed, and `end`, ascending."""
+    """Positions below `end` at which the computation may change, and `end`, ascending."""
     named = {value for name, value in _fields(config.to_dict()) if THRESHOLDS.search(name) and type(value) is int}
     return sorted({value for value in named if 0 < value < end} | {end})
 

@@ -1,9 +1,8 @@
 """Trials of faster forwards: a change stays only if the model gives its own logits, at several positions.
 
 A trial compares the logits, or each layer's output, with those of the model's own forward. Models are tried when they
-are loaded, which takes a second for a billion weights. The trials that a model has passed on this machine are saved, so
-that another process need not repeat them: the same files, read by the same versions of everything, pass again. A trial
-that failed is repeated at every load.
+are loaded, which takes a second for a billion weights. Passed trials are saved on this machine, so another process need
+not repeat them for the same files and software versions. A failed trial is repeated at every load.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.thresholds import longest_text, thresholds
 from slipstream.models.loaded import LoadOptions
 
-START = 6  # tokens of the first of two forwards that a model is tried with
-TOKENS = 9  # of both
-CLOSE = 1e-3  # difference of a faster forward's numbers, relative to how they vary; both as RMS
-ROUNDINGS = 2.5  # the same in half precision, in units of its last place: 0.02 for bfloat16
-ROUNDED = {"int8": 0.1, "int15": 0.01}  # the same where activations are rounded: some may go the other way
-RULED_OUT = -1e30  # models give tokens that they must not choose -inf, or the lowest number of their type
-PARTS, PART_BYTES = 16, 1024  # samples of a file that identify it: their number and size
+START = 6  # tokens in the first of a trial's two forwards
+TOKENS = 9  # in both forwards
+CLOSE = 1e-3  # largest `difference` of a faster forward in float32
+ROUNDINGS = 2.5  # likewise in half precision, in units in the last place: 0.02 for bfloat16
+ROUNDED = {"int8": 0.1, "int15": 0.01}  # likewise with rounded activations, some of which may round the other way
+RULED_OUT = -1e30  # models give forbidden tokens -inf, or the lowest number of their type
+PARTS, PART_BYTES = 16, 1024  # samples that identify a file: number, and size in bytes
 
 
 class Trial:
-    """Runs in place of a layer's forward: returns what `expected` computes, and notes how far `tried` is from it.
+    """Runs in place of a layer's forward: returns the result of `expected`, and notes how much that of `tried` differs.
 
-    Both use the same experts: where two have nearly the same score, the last bit decides.
+    Both use the same experts, since the last bit decides between experts with nearly equal scores.
     """
 
     def __init__(self, layer: nn.Module, expected: Callable[..., Any], tried: Callable[..., Tensor]) -> None:
@@ -64,10 +63,10 @@ class Trial:
 
 
 def difference(computed: Tensor, expected: Tensor, start: Tensor | None = None) -> float:
-    """How far numbers [..., N] are from the expected ones, relative to how much these vary, both as RMS.
+    """The RMS of the error of numbers [..., N], divided by the RMS variation of the expected numbers.
 
-    start: the numbers to which a layer added. Then the error is relative to what was added or, where the sum is so
-    large that its rounding is what differs, to the sum. Infinite where anything is NaN or infinite.
+    start: the input to which a layer added. Then the error is relative to the layer's addition or, if the sum is so
+    large that its rounding dominates, to the sum. Infinite if anything is NaN or infinite.
     """
     computed, expected = computed.float(), expected.float()
     if start is None:
@@ -87,10 +86,10 @@ def _rms(numbers: Tensor) -> float:
 
 
 class OwnLogits:
-    """The logits of a few tokens by the model's own forward, which every faster forward has to reproduce.
+    """The logits of a few tokens from the model's own forward, which every faster forward must reproduce.
 
-    They are computed before the first change that is tried. passed: changes that passed in an earlier process. The
-    routers of mixtures choose experts for them alone: a rounding of a change might choose others.
+    They are computed before the first change is tried. passed: changes that passed in an earlier process. Later
+    forwards repeat the experts that routers chose here, since a change's rounding might choose others.
     """
 
     def __init__(self, backend: HFBackend, passed: PassedTrials | None = None) -> None:
@@ -99,19 +98,20 @@ class OwnLogits:
 
     @cached_property
     def logits(self) -> tuple[Tensor, Tensor]:
-        """Those of `a_few_logits` and of `later_logits`."""
+        """The results of `a_few_logits` and `later_logits`."""
         with self._choices.run():
             first = a_few_logits(self._backend)
             check_logits(first)
             return first, later_logits(self._backend)
 
     def same_experts(self) -> AbstractContextManager[None]:
-        """Forwards of these tokens, in this order, use the experts of the model's own forward."""
+        """Inside the block, forwards of these tokens, in this order, use the experts of the model's own forward."""
         _ = self.logits
         return self._choices.run()
 
     def keep_if_same(self, name: str, change: Callable[[], None]) -> bool:
-        """Apply a change of the forward; returns whether the logits are still the model's own. If not, undo the change.
+        """Apply a change of the forward, and undo it if the logits are no longer the model's own; returns whether it
+        stays.
 
         name: of the trial, in `passed`.
         """
@@ -126,7 +126,7 @@ class OwnLogits:
         return True
 
     def error(self) -> float:
-        """How far the present logits are from the model's own."""
+        """The largest `difference` of the current logits from the model's own."""
         with self.same_experts():
             computed = a_few_logits(self._backend), later_logits(self._backend)
         return max(difference(*pair) for pair in zip(computed, self.logits, strict=True))
@@ -151,18 +151,18 @@ def largest_error(backend: Backend, layers: Sequence[tuple[nn.Module, FusedLayer
 
 
 def tolerance(model: Any) -> float:
-    """The largest `difference` of a faster forward's numbers that is rounding."""
+    """The largest `difference` of a faster forward that counts as rounding."""
     activations = rounded_activations(model)
     return max(CLOSE, ROUNDINGS * torch.finfo(model.dtype).eps) if activations is None else ROUNDED[activations]
 
 
 def a_few_tokens(vocab_size: int, device: torch.device, count: int = TOKENS) -> Tensor:
-    """[1, count] random token ids to try a model with: special tokens may be treated unlike all others."""
+    """[1, count] random token ids for trials; random, because models may treat special tokens differently."""
     return torch.randint(0, vocab_size, (1, count), generator=torch.Generator().manual_seed(11)).to(device)
 
 
 def a_few_logits(backend: Backend) -> Tensor:
-    """Logits of a few tokens, float32: some at the start, and some that attend to them."""
+    """Logits of a few tokens in two forwards, float32: the second forward's tokens attend to the first's."""
     backend.reserve(1, 2 * backend.attended_unit)
     tokens = a_few_tokens(backend.vocab_size, backend.device)
     first = backend.forward(tokens[:, :START], [0], first_slot=0, logits=True)
@@ -181,7 +181,7 @@ def check_logits(logits: Tensor) -> None:
 def later_logits(backend: HFBackend) -> Tensor:
     """Logits [T, TOKENS, V] of the same tokens at the positions from each of `later_starts` on, float32.
 
-    Each row attends to itself alone: the model is given other positions than those at which its tokens are cached.
+    Each row attends only to itself: the model sees other positions than those at which its tokens are cached.
     """
     starts = later_starts(backend.model)
     backend.reserve(len(starts), 2 * backend.attended_unit)
@@ -199,7 +199,7 @@ def later_logits(backend: HFBackend) -> Tensor:
 
 
 def later_starts(model: Any) -> list[int]:
-    """Start positions for texts of TOKENS tokens: 0, and one before each position at which the model may change."""
+    """Start positions for TOKENS tokens: 0, and one before each position at which the computation may change."""
     config = model.config.get_text_config()
     end = longest_text(config) or 0
     starts = {min(position - START, end - TOKENS) for position in thresholds(config, end)}
@@ -209,7 +209,7 @@ def later_starts(model: Any) -> list[int]:
 class PassedTrials:
     """The trials that a model has passed, by name.
 
-    identity: names everything that their results depend on; None if that is not known, so that nothing is saved.
+    identity: covers everything on which their results depend; None if that is unknown, so nothing is saved.
     """
 
     def __init__(self, identity: str | None = None) -> None:
@@ -226,18 +226,18 @@ class PassedTrials:
         if name not in self._passed:
             self._passed.add(name)
             if self._identity is not None:
-                with suppress(OSError):  # where it cannot be saved, the next process tries again
+                with suppress(OSError):  # if it cannot be saved, the next process repeats the trial
                     save_measured("trials", self._identity, {"passed": sorted(self._passed)})
 
 
 def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, layer_kind: str) -> PassedTrials:
     """The trials that a model read from files has passed. folder: where its configuration is.
 
-    layer_kind: what its layers are replaced by. Nothing is kept of a model whose code is neither transformers' nor
-    Slipstream's own, or that was loaded with arguments of the caller's.
+    layer_kind: the type of its layers' replacements. Nothing is saved for models with third-party code, or loaded with
+    the caller's own arguments.
     """
     files = _files(source) or _files(folder)
-    is_adapter = (expanded(source) / "adapter_config.json").is_file()  # its base model's files are not seen
+    is_adapter = (expanded(source) / "adapter_config.json").is_file()  # its base model's files are not identified
     is_known = type(model).__module__.startswith(("transformers.models.", "slipstream.models."))
     if files is None or is_adapter or options.extra or not is_known:
         return PassedTrials()
@@ -249,7 +249,7 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, la
 
 
 def _files(source: str) -> str | None:
-    """The identities of the files that a model was read from; None if this names neither a file nor a folder."""
+    """The identities of the files from which a model was read; None if `source` is neither a file nor a folder."""
     path = expanded(source)
     if path.is_file():
         files = [path]
@@ -261,9 +261,9 @@ def _files(source: str) -> str | None:
 
 
 def _identity(file: Path) -> str:
-    """A file's name, size, times and some of its bytes: other weights of the same size may be copied with their time.
+    """A file's name, size, times and some of its bytes, since copied files of the same size may keep their times.
 
-    Weights begin with a header, which does not depend on the numbers, so bytes are taken from all over the file.
+    Weight files begin with a header that does not depend on the weights, so bytes come from all over the file.
     """
     about, digest = file.stat(), hashlib.sha256()
     with file.open("rb") as opened:
@@ -275,7 +275,7 @@ def _identity(file: Path) -> str:
 
 @cache
 def _digest_of_code() -> str:
-    """A digest of all code that loads and computes; a version number stays the same while somebody works on it."""
+    """A digest of all code that loads and computes; the version number does not change during development."""
     folder = Path(slipstream.models.__path__[0])
     files = sorted(file for kind in ("*.py", "*.c", "*.h") for file in folder.rglob(kind))
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:20]

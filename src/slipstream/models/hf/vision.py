@@ -1,8 +1,8 @@
 """Reads prompts with images for a vision-language model of transformers.
 
 The model's own vision tower and projector run once per image. Its language model then reads their features in place of
-the embeddings of placeholder tokens, so that forwards, KV cache and drafts are the usual ones. Pixels come from the
-image processor that only needs Pillow: torchvision's gives slightly other numbers.
+the embeddings of placeholder tokens, so forwards, KV cache and drafts work as for text. Pixels come from the image
+processor that needs only Pillow: torchvision's gives slightly different numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _alone(token: str, count: int, inputs: Inputs) -> str:
 
 
 def _tiles(token: str, count: int, inputs: Inputs) -> str:
-    """Idefics 3's: the tiles of an image row by row, then the whole image; each of as many tokens."""
+    """Idefics 3: the tiles of an image row by row, then the whole image, each with the same number of tokens."""
     rows, columns = int(inputs["rows"][0][0]), int(inputs["cols"][0][0])
     tile = token * (count // (rows * columns + 1))
     frame, image = "<fake_token_around_image>", "<global-img>"
@@ -60,10 +60,10 @@ class Family:
 
     # the text of an image's tokens, in place of the template's mark
     spelled: Callable[[str, int, Inputs], str] = _alone
-    options: tuple[str, ...] = ()  # of the image processor, that it is called with as True
+    options: tuple[str, ...] = ()  # options of the image processor to set to True
     has_grid: bool = False  # rotary positions of an image follow its rows and columns
     sees_ahead: bool = False  # the tokens of an image see each other
-    mark: str = ""  # in the template, if it is not the token of images
+    mark: str = ""  # of an image in the template, if it is not the image token
 
 
 FAMILIES = {
@@ -81,7 +81,7 @@ class ImageFeatures:
     """An image as the language model reads it."""
 
     features: Tensor  # [tokens, H]
-    text: str  # of its tokens
+    text: str  # that spells its tokens
     grid: tuple[int, int] | None  # rows and columns of the features, if rotary positions follow them
 
 
@@ -97,7 +97,7 @@ class HFVision:
         self._lock = threading.Lock()  # a server reads requests in several threads
 
     def chat_template(self) -> str | None:
-        """The template of chat_template.json, where older processors keep it and no tokenizer looks for it."""
+        """The template in chat_template.json, where older processors keep it; tokenizers do not read that file."""
         file = file_of(self._folder, "chat_template.json", self._files)
         try:
             return None if file is None else str(json.loads(file.read_text(encoding="utf-8"))["chat_template"])
@@ -113,7 +113,7 @@ class HFVision:
         pictures, text = [picture for message in messages for picture in _pictures(message)], None
         if len(pictures) > MAX_PICTURES:
             raise UsageError(f"the conversation has {len(pictures)} images; allowed: at most {MAX_PICTURES}")
-        contents_in_parts = [_in_parts(message) for message in messages]  # the form these templates are written for
+        contents_in_parts = [_in_parts(message) for message in messages]  # these templates expect parts
         for written in (contents_in_parts, [_without_pixels(message) for message in messages]):
             try:
                 text = tokenizer.chat_text(written, form)
@@ -157,8 +157,8 @@ class HFVision:
     def _rotations(self, length: int, starts: Sequence[int], images: Sequence[ImageFeatures]) -> Tensor:
         """Rotary positions of time, height and width [3, length], as in section 2.1 of the Qwen2-VL report.
 
-        A text token has one position for all three. The tokens of an image have the time of its first one, and rows and
-        columns from there on; the text goes on after the largest of these.
+        A text token has one position for all three. All tokens of an image have the time of its first token; height and
+        width count rows and columns from there. The text continues after the largest of these.
         """
         pieces, end, position = list[Tensor](), 0, 0
         for start, image in zip(starts, images, strict=True):
@@ -173,7 +173,7 @@ class HFVision:
         return torch.cat(pieces, dim=1).to(images[0].features.device)
 
     def _image(self, picture: Picture, token: str) -> ImageFeatures:
-        """A picture's features, which are computed once."""
+        """A picture's features, computed once and kept."""
         with self._lock:
             if picture.digest not in self._features:
                 self._features[picture.digest] = self._computed(picture, token)
@@ -199,7 +199,7 @@ class HFVision:
         options, pixels = dict.fromkeys(self._family.options, True), picture.pixels()
         try:
             inputs = self._processor(images=[pixels], return_tensors="pt", **options)
-        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:  # of too unequal sides, for one
+        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:  # such as extreme aspect ratios
             raise UsageError(
                 f"{picture.name} of {pixels.width} x {pixels.height} pixels: {one_line(error)}; allowed: images that "
                 "the model's image processor takes"
@@ -223,7 +223,7 @@ def _pictures(message: Mapping[str, Any]) -> list[Picture]:
 
 
 def _without_pixels(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with pictures named, not shown: templates print a picture that they do not know."""
+    """The message with names in place of pictures, since some templates print the picture object."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return dict(message)
@@ -238,7 +238,7 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vision_of(folder: str | None, backend: Any, options: LoadOptions) -> HFVision | str:
-    """The vision of a model, or why it sees no images. folder: None for a model that the caller has loaded."""
+    """The vision of a model, or the reason it takes no images. folder: None for a model that the caller loaded."""
     model = backend.model
     kind = model.config.model_type
     if getattr(model.config, "vision_config", None) is None:

@@ -1,1 +1,1 @@
-"""Reading models: where their files are, and what is in them. Neither modules nor kernels are made here."""
+"""Locates and reads the files of models, without making modules or kernels."""

@@ -1,7 +1,7 @@
-"""Adapters of PEFT (LoRA, DoRA, ...): the base model they name is loaded, and they are merged into its weights.
+"""Adapters of PEFT (LoRA, DoRA, ...): loads the base model that they name, and merges them into its weights.
 
-The merged model is the target: its weights are rounded once to their precision, and everything that makes models faster
-works for it. A `PeftModel` that is handed over as an object runs unmerged instead, as its owner has it.
+The merged model is the target: its weights are rounded once to their precision, and all optimizations work for it. A
+`PeftModel` that the caller passes as an object runs unmerged instead.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from slipstream.models.weights.safetensors_files import file_of, located
 from slipstream.models.weights.transformers_reader import reader_errors
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-# how PEFT's warnings begin that mean no other weights
+# beginnings of PEFT's warnings that do not affect weights
 HARMLESS = (
-    "Model has `tie_word_embeddings=True`",  # the layers get weights of their own before the adapter is merged
+    "Model has `tie_word_embeddings=True`",  # layers get separate weights before the adapter is merged
     "Model with `tie_word_embeddings=True`",
     "Input and output embeddings are no longer tied",
-    "Unsupported layer type",  # whose sizes PEFT does not know; the adapter's own must fit it all the same
-    "Unexpected keyword arguments",  # of settings that this version does not know: refused by name, if they are set
+    "Unsupported layer type",  # PEFT does not know its sizes; the adapter's weights are still checked against it
+    "Unexpected keyword arguments",  # unknown settings are refused by name, if they are set
 )
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter. place: its folder or hub id; base: the model that it changes, with its revision, "" for any."""
+    """An adapter. place: its folder or hub id; base: the model that it changes, with its revision ("" for any)."""
 
     source: str
     place: str
@@ -91,7 +91,7 @@ class Adapter:
             ) from error
 
     def _resize(self, model: Any) -> None:
-        """Make room for tokens that the adapter's tokenizer has beyond the base model's, as PEFT does."""
+        """Make room for additional tokens in the adapter's tokenizer, as PEFT does."""
         if not self.has_tokenizer:
             return
         from transformers import AutoTokenizer
@@ -116,7 +116,7 @@ class Adapter:
             )
 
     def _check_warnings(self, caught: list[warnings.WarningMessage]) -> None:
-        """Refuse an adapter of which PEFT warns, as where weights are missing: it would use untrained ones."""
+        """Refuse an adapter that makes PEFT warn, for example of missing weights: it would use untrained ones."""
         for warning in caught:
             text = one_line(Exception(str(warning.message)))
             is_technical = issubclass(warning.category, DeprecationWarning | FutureWarning | PendingDeprecationWarning)
@@ -163,9 +163,9 @@ def adapter_at(
 
 
 def _separate_weights(adapted: Any) -> None:
-    """Give the layers that an adapter changes weights of their own, where other layers have the same ones.
+    """Give layers that an adapter changes their own copies of weights that they share with other layers.
 
-    Merged into shared weights, such as those of tied embeddings, a change of one layer would reach all of them.
+    Merging into shared weights, such as tied embeddings, would change all layers that share them.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

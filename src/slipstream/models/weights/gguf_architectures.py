@@ -1,7 +1,7 @@
-"""What the files of each GGUF architecture mean: transformers' configuration, and the parameters of its model.
+"""Translates the files of each GGUF architecture to transformers' configuration and parameters.
 
-Facts from llama.cpp (github.com/ggml-org/llama.cpp, 2026): names and orders from conversion/*.py and
-gguf-py/gguf/constants.py, what a missing value means from src/models/*.cpp.
+Source: llama.cpp (github.com/ggml-org/llama.cpp, 2026): names and orders from conversion/*.py and
+gguf-py/gguf/constants.py, defaults of missing values from src/models/*.cpp.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from slipstream.models.weights.gguf_file import GGUFHeader
 from slipstream.models.weights.gguf_metadata import FACTORS, REQUIRED, Metadata, rope_parameters, rotary_base
 
 Settings = dict[str, Any]  # the fields of a configuration
-Order = Callable[[Settings, int], Any]  # fields, number of rows -> the file's row of each row
+Order = Callable[[Settings, int], Any]  # (fields, number of rows) -> for each row of the parameter, its row in the file
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 TOKENS = "token_embd.weight"
 
 
 @dataclass(frozen=True)
 class Key:
-    """A value of the metadata. default: what llama.cpp takes for a missing one; a name: that field's value."""
+    """A value of the metadata. default: llama.cpp's for a missing value; a string means that field's value."""
 
     name: str
     kind: type = int
@@ -35,13 +35,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors of a file whose rows, one after the other, are those of a parameter, or of each expert."""
+    """The tensors of a file whose concatenated rows are those of a parameter, or of each expert."""
 
     names: tuple[str, ...]
     order: Order | None = None
-    columns: Order | None = None  # the file's column of each column
-    change: Callable[..., Tensor] | None = None  # from the tensors, to numbers that differ in more than the order
-    fused: str = ""  # a tensor that holds all these rows, in some files
+    columns: Order | None = None  # for each column of the parameter, its column in the file
+    change: Callable[..., Tensor] | None = None  # makes the parameter of the tensors if more than the order differs
+    fused: str = ""  # the tensor that holds all these rows in some files
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Architecture:
 
     model_type: str
     keys: Mapping[str, Key]
-    tensors: Mapping[str, str | Source]  # by parameters; those of layers without "model.layers.N."
+    tensors: Mapping[str, str | Source]  # by parameter; those of layers without "model.layers.N."
     settings: Settings = field(default_factory=dict)  # fields that no file names
-    flags: Mapping[str, str] = field(default_factory=dict)  # true where a tensor's name ends with this
+    flags: Mapping[str, str] = field(default_factory=dict)  # true if a tensor's name ends with this
     expects: Mapping[str, tuple[Any, ...]] = field(
         default_factory=dict
     )  # values that are allowed, the first if missing
@@ -62,7 +62,7 @@ class Architecture:
 
 
 def architecture_of(header: GGUFHeader) -> Architecture:
-    """Raises `SlipstreamError` for an architecture that is not read."""
+    """The architecture of a file. Raises `SlipstreamError` for an unsupported one."""
     name = header.architecture
     if name == "llama" and header.values.get("llama.expert_count"):
         return MIXTRAL
@@ -110,7 +110,7 @@ def settings_of(header: GGUFHeader) -> Settings:
 
 
 def _rotate(metadata: Metadata, settings: Settings, partly: bool) -> None:
-    """Check the lengths of heads, and add how much of a head is rotated."""
+    """Check the lengths of heads, and add the rotated part of a head."""
     size = settings["head_dim"]
     if not size or size % 2:
         raise metadata.wrong("attention.key_length", size, "an even number from 2")
@@ -138,11 +138,8 @@ def source_of(architecture: Architecture, parameter: str) -> Source | None:
     return None
 
 
-# the order of rows, and numbers that differ
-
-
 def _interleaved(heads: str) -> Order:
-    """The order of queries and keys whose pairs of neighbors are rotated: a half follows the other in the model."""
+    """The order of queries and keys that the file rotates in pairs of neighbors, and the model in two halves."""
 
     def order(settings: Settings, rows: int) -> Any:
         return numpy.arange(rows).reshape(settings[heads], -1, 2).swapaxes(1, 2).ravel()
@@ -153,7 +150,7 @@ def _interleaved(heads: str) -> Order:
 def _value_heads(size: str = "", *, after_keys: bool = False) -> Order:
     """The order of a gated delta net's value heads: those of a key head are neighbors in the model, not in the file.
 
-    size: the field that says how many rows a head has, one without it; after_keys: the rows of queries and keys come
+    size: the field with the number of rows per head; without it, one row. after_keys: rows of queries and keys come
     first and keep their order.
     """
 
@@ -179,7 +176,7 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 
 def _experts_interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """[experts, inputs, 2 * outputs] or [experts, 2 * outputs], gate and up in turn."""
+    """[experts, inputs, 2 * outputs] or [experts, 2 * outputs], alternating gate and up."""
     gate_up = torch.stack((gate, up), 2).flatten(1, 2)
     return gate_up.mT if gate_up.dim() == 3 else gate_up
 
@@ -256,7 +253,7 @@ def _shared(place: str) -> dict[str, str]:
 
 
 def _shifted(tensors: Mapping[str, str]) -> dict[str, str | Source]:
-    """Norms that files hold plus 1."""
+    """Norms whose weights files store plus 1."""
     return {name: Source((tensor,), change=_without_one) for name, tensor in tensors.items()}
 
 
@@ -265,7 +262,7 @@ BIASES = BIAS | {"mlp_bias": "ffn_gate.bias"}
 
 
 def _windows(metadata: Metadata, settings: Settings, period: int) -> None:
-    """Layers with a window, and the last of each `period` without one, unless the file has a flag for each layer."""
+    """Give layers windows, except the last of each `period`, unless the file has a flag for each layer."""
     layers = settings["num_hidden_layers"]
     name = "attention.sliding_window_pattern"
     flags = []
@@ -283,7 +280,7 @@ def _no_windows(settings: Settings) -> None:
 
 
 def _two_rotations(metadata: Metadata, settings: Settings, theta: float = 10000.0) -> None:
-    """The settings for layers with a window, which are not scaled, beside those of the others."""
+    """Add rotary settings for layers with a window, without scaling, to those of other layers."""
     local = {"rope_type": "default", "rope_theta": rotary_base(metadata, "rope.freq_base_swa", theta)}
     settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
 
@@ -303,7 +300,7 @@ def _gemma3(metadata: Metadata, settings: Settings) -> None:
     _windows(metadata, settings, 6)
     if not window:
         _no_windows(settings)
-    settings["sliding_window"] = window or settings["max_position_embeddings"]  # transformers demands one
+    settings["sliding_window"] = window or settings["max_position_embeddings"]  # transformers requires one
     softcap = metadata.value("final_logit_softcapping", float, 0.0)
     settings["final_logit_softcapping"] = softcap or None
     _query_scale(settings, 62)
@@ -369,7 +366,7 @@ def _lfm2(metadata: Metadata, settings: Settings) -> None:
 def _deepseek2(metadata: Metadata, settings: Settings) -> None:
     rank, rotated = settings["kv_lora_rank"], metadata.value("rope.dimension_count", int)
     heads, key, value = settings["num_attention_heads"], "attention.key_length", "attention.value_length"
-    if f"blk.0.{LATENT_HEADS.fused}.weight" in metadata.header.tensors:  # older files, whose keys are those of heads
+    if f"blk.0.{LATENT_HEADS.fused}.weight" in metadata.header.tensors:  # older files store the keys of each head
         metadata.expect("attention.head_count_kv", heads)
     else:
         metadata.expect("attention.head_count_kv", 1)
@@ -417,7 +414,7 @@ def _qwen35(metadata: Metadata, settings: Settings) -> None:
         raise metadata.wrong("ssm.time_step_rank", heads, f"multiples of ssm.group_count ({keys}) that divide {inner}")
     settings["linear_value_head_dim"] = inner // heads
     sections = metadata.array("rope.dimension_sections")
-    # all three positions of a token of text are the same, so that these sections change nothing
+    # a text token's three positions are equal, so these sections change nothing
     settings["rope_parameters"] |= {"mrope_section": sections[:3] or [11, 11, 10], "mrope_interleaved": True}
 
 

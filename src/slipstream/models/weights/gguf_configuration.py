@@ -19,7 +19,7 @@ from slipstream.models.weights.gguf_tokenizer import check_split, read_tokenizer
 from slipstream.models.weights.model_files import CONVERSION, VERSION, is_converted
 from slipstream.models.weights.transformers_reader import reader_errors
 
-PACKAGES = ("gguf",)  # that unpack blocks without kernels
+PACKAGES = ("gguf",)  # they unpack blocks without kernels
 CONFIG = "config.json"
 
 
@@ -41,7 +41,7 @@ def describe(header: GGUFHeader, folder: Path) -> None:
     """Write the configuration and the tokenizer of a file into a folder."""
     if header.tensors:
         settings = settings_of(header)
-    else:  # a vocabulary alone
+    else:  # only a vocabulary
         vocabulary = {"vocab_size": len(header.array("tokenizer.ggml.tokens"))}
         settings = {"model_type": architecture_of(header).model_type} | vocabulary
     try:
@@ -55,17 +55,17 @@ def describe(header: GGUFHeader, folder: Path) -> None:
 
 
 def described_settings(header: GGUFHeader, folder: Path) -> dict[str, Any]:
-    """The fields of the configuration of a file's model, with the tokens that are named in `folder`, which `described`
-    made.
+    """The configuration fields of a file's model, with the token ids in `folder`, which `described` made.
 
-    The rest is read from the file: the folder is found by the file's header, and tensors say how positions are scaled.
+    Other fields come from the file itself: the header identifies the folder, but tensors determine how positions are
+    scaled.
     """
     try:
         saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         tokens = {name: saved.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     except reader_errors() as error:
         raise SlipstreamError(
-            f"{folder / CONFIG} could not be read: {one_line(error)}; delete the folder, and it is made again"
+            f"{folder / CONFIG} could not be read: {one_line(error)}; delete the folder to create it again"
         ) from error
     return settings_of(header) | tokens
 

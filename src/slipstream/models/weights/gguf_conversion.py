@@ -1,4 +1,4 @@
-"""The weights of a GGUF file unpacked: in memory, or once to a safetensors folder in the cache."""
+"""Unpacks the weights of a GGUF file, in memory or once to a safetensors folder in the cache."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def convert(file: Path, folder: Path) -> None:
 
 
 def check_memory(header: GGUFHeader, dtype: torch.dtype, reason: str = "") -> None:
-    """Refuse to unpack a file into more memory than there is. reason: why it must be unpacked."""
+    """Refuse to unpack a file that would not fit in memory. reason: why it must be unpacked."""
     needed, available = header.num_weights * dtype.itemsize, memory_bytes()
     if available is not None and needed > available:
         raise header.wrong(
             f"unpacked to {str(dtype).removeprefix('torch.')} it takes {needed / 1e9:.1f} GB of memory"
             f"{reason and f', and it must be unpacked: {reason}'}",
-            f"{available / 1e9:.1f} GB, as this machine has (a smaller model, or a file that is computed as it is)",
+            f"{available / 1e9:.1f} GB, as this machine has (a smaller model, or a file that need not be unpacked)",
         )
 
 
@@ -89,7 +89,7 @@ def dequantized(header: GGUFHeader, folder: Path, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _bar(name: str) -> Iterator[Progress]:
-    """A progress bar of the tensors read, and none of transformers' own."""
+    """A progress bar of the tensors read, without transformers' own bars."""
     message = f"converting {name!r} to safetensors (once) ..."
     with quietly(), progress_bar(f"converting {name!r} (once)", message, TimeLeft()) as progress:
         yield progress

@@ -1,7 +1,7 @@
-"""A GGUF file: its metadata, and which tensor is where; the parts of a split one. Nothing in it is trusted.
+"""Reads a GGUF file, or the parts of a split one: metadata and locations of tensors. Nothing in it is trusted.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 and 3, little endian. A model may be
-split into files that are named `NAME-00001-of-00003.gguf` and so on: the first has the metadata, each has tensors.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little endian. A model may be split
+into files named `NAME-00001-of-00003.gguf` and so on: the first has the metadata, each has tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERSIONS = (2, 3)
 MAX_DIMENSIONS, MAX_STRING, MAX_NAME, MAX_PARTS = 4, 1 << 26, 1 << 10, 1 << 16
 INSTALL = "pip install gguf"
 PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.[^.]*)?$", re.DOTALL)
-# metadata of the architecture that determine tensor sizes, with the least allowed value of each
+# metadata of the architecture that determine tensor sizes, with their minimum values
 SIZES = dict.fromkeys(("vocab_size", "embedding_length", "attention.head_count", "block_count"), 1) | dict.fromkeys(
     (
         *("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_count"),
@@ -43,17 +43,17 @@ OTHER_KINDS = {
     "mmproj": "the image or audio part of another model",
     "imatrix": "statistics to quantize another model with",
 }
-ALIGNMENT = 32  # bytes; files have this alignment unless they say another
+ALIGNMENT = 32  # bytes; the default alignment
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor. kind: the number of its type; shape: rows first; start: its first byte in its file."""
+    """A tensor in a file."""
 
     name: str
-    kind: int
-    shape: tuple[int, ...]
-    start: int
+    kind: int  # the number of its type
+    shape: tuple[int, ...]  # rows first
+    start: int  # its first byte in its file
     file: Path
 
     @property
@@ -67,12 +67,12 @@ class TensorEntry:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of a matrix, or of a layer's experts one after the other."""
+        """Rows and columns of a matrix, or of a layer's concatenated experts."""
         return prod(self.shape[:-1]), self.shape[-1]
 
     @property
     def row_bytes(self) -> int | None:
-        """Bytes of a row; None where the type is not known here."""
+        """Bytes of a row; None if the type is unknown."""
         return None if self.block is None else self.shape[-1] // self.block.size * self.block.bytes
 
     @property
@@ -86,18 +86,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The header of a file, or of all parts of a split model. The layout of the tensors has been checked.
+    """The header of a file, or of all parts of a split model. The layout of the tensors has been checked."""
 
-    file: the first part; size: bytes before its tensors' data; digest: of those bytes of all parts. values: the
-    metadata, None for arrays; spans: where each value is in `file`, its name and type included.
-    """
-
-    file: Path
-    values: dict[str, Any]
-    spans: dict[str, tuple[int, int]] = field(repr=False)
+    file: Path  # the first part
+    values: dict[str, Any]  # metadata; None for arrays
+    spans: dict[str, tuple[int, int]] = field(repr=False)  # bytes of each value in `file`, with its name and type
     tensors: dict[str, TensorEntry] = field(repr=False)
-    digest: str
-    size: int
+    digest: str  # of the bytes before the tensors' data, of all parts
+    size: int  # of those bytes in the first part
     parts: tuple[Path, ...]
 
     @property
@@ -106,7 +102,7 @@ class GGUFHeader:
 
     @property
     def stem(self) -> str:
-        """The file's name without its ending and the number of its part."""
+        """The file's name without its extension and part number."""
         named = PART.match(self.file.name)
         return named["stem"] if named and len(self.parts) > 1 else self.file.stem
 
@@ -124,7 +120,7 @@ class GGUFHeader:
         return scaling if linear is None else {"factor": linear} | scaling
 
     def wrong(self, what: str, allowed: str) -> SlipstreamError:
-        """The error of this file, as `wrong_file` words it."""
+        """The error `wrong_file` for this file."""
         return wrong_file(self.file, what, allowed)
 
     def array(self, name: str) -> list[Any]:
@@ -147,12 +143,12 @@ class GGUFHeader:
         return value or None
 
     def check_model(self) -> None:
-        """Refuse a file that holds something other than a model, or whose metadata claim larger tensors than it has.
+        """Refuse a file that is not a model, or whose metadata claim larger tensors than it has.
 
-        Models are built from these metadata, so numbers beyond those of the tensors could ask for any amount of memory.
+        Models are built from these metadata, so false numbers could request any amount of memory.
         """
         kind = self.values.get("general.type", "model")
-        if self.architecture == "clip":  # files of this kind did not always have general.type
+        if self.architecture == "clip":  # such files did not always have general.type
             kind = "mmproj"
         if kind != "model":
             what = OTHER_KINDS.get(kind, "")
@@ -172,14 +168,14 @@ class GGUFHeader:
 
 
 def wrong_file(file: Path, what: str, allowed: str) -> SlipstreamError:
-    """The error of a file that is or has something which is not read."""
+    """The error for a file that is or contains something unsupported."""
     return SlipstreamError(f"model {str(file)!r}: {what}; allowed: {allowed}")
 
 
 def _check_layout(file: Path, tensors: dict[str, TensorEntry]) -> None:
     """Refuse unknown types, rows that are not whole blocks, and tensors that overlap or that the file lacks."""
     size = file.stat().st_size
-    before: tuple[int, str] | None = None  # where the tensor before it ends, and its name
+    before: tuple[int, str] | None = None  # the end and name of the previous tensor
     for entry in sorted(tensors.values(), key=lambda entry: entry.start):
         _check_type(entry)
         if 0 in entry.shape:
@@ -210,12 +206,12 @@ def _wrong(entry: TensorEntry, what: str, allowed: str) -> SlipstreamError:
 
 
 def ends_within(entry: TensorEntry) -> SlipstreamError:
-    """The error of a file that was cut off after its header was read."""
+    """The error for a file that was truncated after its header was read."""
     return SlipstreamError(f"model {str(entry.file)!r} ends within tensor {entry.name!r}")
 
 
 def not_finite(entry: TensorEntry) -> SlipstreamError:
-    """The error of a tensor that holds infinite numbers or NaN, or blocks with such a scale."""
+    """The error for a tensor with infinite numbers or NaN, or blocks with such a scale."""
     return _wrong(entry, "holds numbers that are not finite", "finite numbers")
 
 
@@ -225,7 +221,7 @@ def type_name(number: int) -> str:
 
 
 def _other_types() -> dict[int, tuple[str, int, int]]:
-    """The gguf package's types by number: name, numbers of a block, its bytes; none where it is not installed."""
+    """The gguf package's types by number: name, numbers and bytes of a block; empty if it is not installed."""
     try:
         from gguf import GGML_QUANT_SIZES
     except ImportError:
@@ -272,7 +268,7 @@ class _Reader:
         return strings
 
     def array(self, inner: int) -> list[Any]:
-        """The items of an array of texts or numbers of this type, whose size `value` has checked before."""
+        """The items of an array of strings or numbers of this type, whose size `value` has checked."""
         count = self.number("Q")
         if inner == STRING:
             return self._strings(count)
@@ -301,7 +297,7 @@ class _Reader:
 def read_header(file: Path) -> GGUFHeader:
     """The header of a file, or of all parts if it is one of a split model.
 
-    Raises `UsageError` for what is no GGUF file, `SlipstreamError` for one that is damaged.
+    Raises `UsageError` if it is not a GGUF file, `SlipstreamError` if it is damaged.
     """
     part = _read_part(file)
     if "split.count" not in part.values:

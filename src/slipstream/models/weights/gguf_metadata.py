@@ -1,9 +1,8 @@
-"""The metadata of a GGUF file's architecture, each value checked as it is read, and how they scale rotary positions.
+"""Reads and checks the metadata of a GGUF file's architecture, and derives the scaling of rotary positions.
 
-Linear and YaRN scaling (Peng et al. 2023, section 3) are in the metadata. Files of Llama 3.1 and later have a tensor of
-what each frequency is divided by; the settings that it was made from are recovered. LongRoPE (Ding et al. 2024) has a
-tensor for short texts and one for long ones. Any other scaling is refused: without it the model would be wrong at every
-position.
+Linear and YaRN scaling (Peng et al. 2023, section 3) are in the metadata. Files of Llama 3.1 and later have a tensor
+with a divisor of each frequency, from which its settings are recovered. LongRoPE (Ding et al. 2024) has a tensor for
+short texts and one for long ones. Any other scaling is refused: without it the model would be wrong at every position.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.w
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 KIND_NAMES = {int: "a whole number from 0", float: "a finite number", bool: "true or false"}
 LARGEST = (1 << 31) - 1  # whole number
-PARTS = ("vision", "audio", "mm")  # towers of images and sounds, with which no text is read
-# of every architecture: what changes no logits, or is written for all and applies to some
+PARTS = ("vision", "audio", "mm")  # towers for images and sounds, which text does not use
+# in any architecture: values that change no logits, or that converters also write where they do not apply
 HARMLESS = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
 
 
 class Metadata:
-    """Reads the metadata of a file's architecture, by names without the architecture's."""
+    """Reads the metadata of a file's architecture, by names without the architecture's prefix."""
 
     def __init__(self, header: GGUFHeader) -> None:
         self.header = header
@@ -36,24 +35,24 @@ class Metadata:
         self._known = set(HARMLESS)
 
     def value(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """An int from 0, a finite float or a bool; of an array that is the same for all layers, its item."""
+        """An int from 0, a finite float or a bool; for an array that is the same in all layers, its item."""
         items = self._items(name, kind, None if default is REQUIRED else [default])
         if len(set(items)) != 1:
             raise self.wrong(name, f"{items[:8]}{' ...' if len(items) > 8 else ''}", "the same for all layers")
         return items[0]
 
     def of_layers(self, name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
-        """An item for each layer: those of an array, or the value that is the same for all."""
+        """An item for each layer: those of an array, or a single value repeated."""
         items = self._items(name, kind, default)
         return items * self.header.values[f"{self._prefix}block_count"] if len(items) == 1 else items
 
     def _items(self, name: str, kind: type, default: list[Any] | None) -> list[Any]:
-        """The items of an array, one for each layer, or a value alone. default: None: the file must have it."""
+        """The items of an array, one per layer, or a single value. default: None if the file must have it."""
         self._known.add(name)
         key = self._prefix + name
         if key not in self.header.values:
             if default is None:
-                raise self.header.wrong(f"its metadata have no {key}", "a file that says it")
+                raise self.header.wrong(f"its metadata have no {key}", "a file that has it")
             return default
         value = self.header.values[key]
         items = self.header.array(key) if value is None else [value]
@@ -66,20 +65,20 @@ class Metadata:
         return [shortest(item) if kind is float else item for item in items]
 
     def array(self, name: str) -> list[Any]:
-        """An array that has no item per layer; empty where the file has none."""
+        """An array whose items do not belong to layers; empty if the file has none."""
         self._known.add(name)
         return self.header.array(self._prefix + name)
 
     def raw(self, name: str) -> Any:
-        """A value that is not checked; None for an array or none."""
+        """An unchecked value; None for an array or a missing value."""
         return self.header.values.get(self._prefix + name)
 
     def ignore(self, name: str) -> None:
-        """Mark a value as known that changes nothing here."""
+        """Mark a value as known; it changes nothing here."""
         self._known.add(name)
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """Refuse other values than these, if the file has any."""
+        """Refuse values other than these, if the file has the value."""
         value = self.value(name, type(allowed[0]), allowed[0])
         if value not in allowed:
             raise self.wrong(name, value, ", ".join(map(str, allowed)))
@@ -88,14 +87,14 @@ class Metadata:
         return self.header.wrong(f"{self._prefix}{name} is {value}", allowed)
 
     def check_all_known(self) -> None:
-        """Refuse a file with metadata of its architecture that nothing has read: they may change what is computed."""
+        """Refuse a file whose architecture has metadata that nothing has read: they may change the computation."""
         read = {self._prefix + name for name in self._known}
         parts = tuple(f"{self._prefix}{part}." for part in PARTS)
         others = [key for key in self.header.values.keys() - read if key.startswith(self._prefix)]
         others = sorted(key for key in others if not key.startswith(parts))
         if others:
             raise self.header.wrong(
-                f"its metadata have {others[0]}, which is not read yet and may change what is computed",
+                f"its metadata have {others[0]}, which is not supported yet and may change what is computed",
                 f"the metadata that llama.cpp's converter writes for {self.header.architecture}",
             )
 
@@ -130,7 +129,7 @@ def _is(item: Any, kind: type) -> bool:
 
 
 def shortest(number: float) -> float:
-    """The shortest decimal of the same float32, which files hold: 1e-05 for 9.99999974e-06."""
+    """The shortest decimal for a float32 from a file: 1e-05 for 9.99999974e-06."""
     return float(str(numpy.float32(number)))
 
 
@@ -143,7 +142,7 @@ def rotary_base(metadata: Metadata, name: str, default: float) -> float:
 
 
 def rope_parameters(metadata: Metadata, scalings: tuple[str, ...]) -> dict[str, Any]:
-    """The rotary settings for a configuration. scalings: those that the architecture's model computes."""
+    """The rotary settings for a configuration. scalings: those that the architecture's model supports."""
     theta = rotary_base(metadata, "rope.freq_base", 10000.0)
     settings = {"rope_type": "default", "rope_theta": theta}
     scaled = _by_metadata(metadata) | _by_factors(metadata, theta) | _by_two_factors(metadata)
@@ -169,7 +168,7 @@ def _by_metadata(metadata: Metadata) -> dict[str, Any]:
         names |= {*numbers, "yarn_log_multiplier"}
         usual = 0.1 * log(_scale(metadata, "factor")) + 1
         if "attn_factor" in scaling and abs(_scale(metadata, "attn_factor") - usual) < 1e-4:
-            names.add("attn_factor")  # older files of OLMo 3 say what YaRN computes without it
+            names.add("attn_factor")  # older files of OLMo 3 state what YaRN computes by default
     if kind not in ("linear", "yarn") or not scaling.keys() <= names:
         raise metadata.header.wrong(
             f"rope.scaling is {dict(scaling)}", f"types none, linear and yarn, with {', '.join(sorted(names))}"
@@ -189,7 +188,7 @@ def _scale(metadata: Metadata, name: str) -> float:
 
 
 def _by_factors(metadata: Metadata, theta: float) -> dict[str, Any]:
-    """The settings of Llama 3's scaling, recovered from what the file divides each frequency by; empty for none."""
+    """The settings of Llama 3's scaling, recovered from the file's divisors of frequencies; empty for none."""
     factors = metadata.factors(FACTORS)
     if factors is None or (factors == 1).all():
         return {}
@@ -206,10 +205,10 @@ def _by_factors(metadata: Metadata, theta: float) -> dict[str, Any]:
 
 
 def llama3_factors(count: int, theta: float, factor: float) -> Any:
-    """[count] what each frequency is divided by: transformers' `rope_type` "llama3" with `LLAMA3`.
+    """[count], the divisor of each frequency: transformers' `rope_type` "llama3" with `LLAMA3`.
 
-    High frequencies, which turn often within the original context, are divided by 1, low ones by `factor`, and those
-    between by values between.
+    High frequencies, which turn often within the original context, are divided by 1, low ones by `factor`, and those in
+    between by intermediate values.
     """
     lengths = 2 * pi * theta ** (numpy.arange(count) / count)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
@@ -235,5 +234,5 @@ def _by_two_factors(metadata: Metadata) -> dict[str, Any]:
     }
     by_length = sqrt(1 + log(length / original) / log(original)) if length > original > 1 else 1.0
     attention = metadata.value("rope.scaling.attn_factor", float, by_length)
-    # a factor that follows from the lengths is left to transformers, which computes it without rounding
+    # transformers computes a factor that follows from the lengths, without rounding
     return settings if abs(attention - by_length) < 1e-4 else settings | {"attention_factor": attention}

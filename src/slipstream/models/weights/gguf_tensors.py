@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file, with the names and the order of rows that a Hugging Face model gives them.
+"""The tensors of a GGUF file, with a Hugging Face model's names and order of rows.
 
-Matrices are packed for the kernels, by threads of their own while transformers is imported: importing takes seconds on
-one core and holds Python's lock. Packing needs neither the lock nor the model, except for the order of some rows.
+Separate threads pack matrices for the kernels while transformers is imported: the import takes seconds on one core and
+holds Python's lock. Packing needs neither the lock nor the model, except for the order of some rows.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from slipstream.models.weights.unused_tensors import refuse_unused
 log = logging.getLogger("slipstream")
 
 TABLE, LAYER_TABLE, OUTPUT = "token_embd.weight", "per_layer_token_embd.weight", "output.weight"
-ROUTERS = "ffn_gate_inp.weight"  # whose numbers are read as vectors' are
+ROUTERS = "ffn_gate_inp.weight"  # read in full like vectors
 EXPERTS = "_exps."
-LARGE = 1 / 3  # of the memory: what larger models take comes from a file that the system can drop from the memory
-FILLED = 3 / 4  # of the memory: what weights may fill that the system cannot drop
+LARGE = 1 / 3  # of the memory: larger models are mapped from a file, which the system can evict
+FILLED = 3 / 4  # of the memory: limit for weights that the system cannot evict
 UNPACKED = 1 << 24  # numbers that are unpacked at a time
 SUPPORTED = ", ".join(block.name for block in TYPES if block.number >= 0)
 
 
 class PackedAhead:
-    """Packs a file's matrices in threads that start at once. As a context manager it stops them at its end.
+    """Packs a file's matrices in threads that start immediately. As a context manager it stops them at its end.
 
-    Of a large model the panels are mapped from a file. Where that cannot be, `store` is memory for the experts in use.
+    A large model's panels are mapped from a file. If that is impossible, `store` keeps the experts in use in memory.
     """
 
     def __init__(self, header: GGUFHeader, library: Any) -> None:
-        """header: all its matrices must be of types that the kernels take."""
+        """header: all its matrices must have types that the kernels support."""
         entries = []
         if os.name == "posix":  # the kernels read the file by pread
             entries = [entry for entry in header.tensors.values() if _is_packed(header, entry)]
@@ -77,7 +77,7 @@ class PackedAhead:
             entries = [entry for entry in entries if self.store is None or EXPERTS not in entry.name]
         if available is not None and size > available:
             log.warning(
-                "%s takes %.1f GB, more than the %.1f GB of memory: it is read from the disk again and again, slowly",
+                "%s takes %.1f GB, more than the %.1f GB of memory: it is read from the disk repeatedly, which is slow",
                 *(header.file.name, size / 1e9, available / 1e9),
             )
         memory: Memory = mapped or HugePages()
@@ -116,7 +116,7 @@ class _FilePieces:
     """The matrices of one file that are packed, in pieces that threads take in turn."""
 
     def __init__(self, entries: list[TensorEntry], parts: dict[str, BlockPart], drops: bool) -> None:
-        """drops: whether the system is to drop its copy of what was read, for which panels leave no memory."""
+        """drops: ask the system to drop its cached copy of the file, for which panels leave no memory."""
         self._drops = drops
         ranges = [(entry, *rows) for entry in entries for rows in parts[entry.name].steps(PIECE)]
         self._file, self._entries = entries[0].file, [entry for entry, _, _ in ranges]  # an entry for each piece
@@ -124,7 +124,7 @@ class _FilePieces:
         self._pieces, self._next = (FilePieceStruct * len(ranges))(*structs), ctypes.c_int64(0)
 
     def pack(self, library: Any) -> None:
-        """Pack pieces until all are taken; several threads share the work."""
+        """Pack pieces until none is left; several threads share the work."""
         with self._file.open("rb", buffering=0) as stream:
             shared = self._pieces, len(self._pieces), ctypes.byref(self._next)
             failed = library.pack_pieces(stream.fileno(), *shared, self._drops)
@@ -161,7 +161,7 @@ def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
 def _expert_store(
     header: GGUFHeader, entries: Sequence[TensorEntry], library: Any, available: int
 ) -> ExpertStore | None:
-    """Memory for the experts in use, as much as is left; None if there are no experts, or room for all matrices."""
+    """Memory for the experts in use, as much as is left; None without experts, or if all matrices fit."""
     sizes = {entry.name: packed_size(entry, library) for entry in entries}
     experts = [entry for entry in entries if EXPERTS in entry.name]
     others, bytes_of_expert = sum(sizes.values()) - sum(sizes[entry.name] for entry in experts), dict[str, int]()
@@ -183,7 +183,7 @@ def _expert_store(
 
 
 def check_single(header: GGUFHeader) -> None:
-    """Raise `NotInBlocksError` if a matrix is made from the numbers of several tensors, before anything is packed."""
+    """Raise `NotInBlocksError` before packing if a matrix must be computed from several tensors."""
     config = SimpleNamespace(**settings_of(header))
     for parameter, source in architecture_of(header).tensors.items():
         is_made = isinstance(source, Source) and len(source.names) > 1 and source.change and "experts" not in parameter
@@ -196,7 +196,7 @@ def _made_from(parameter: str, tensors: Sequence[str]) -> NotInBlocksError:
 
 
 def stays_in_file(header: GGUFHeader, name: str) -> bool:
-    """True if a tensor is an embedding that is not the output layer too, of which rows are read when needed."""
+    """True if a tensor is an embedding that is not also the output layer; its rows are read when needed."""
     return name == LAYER_TABLE or (name == TABLE and OUTPUT in header.tensors)
 
 
@@ -220,7 +220,7 @@ class RowReader:
         return numpy.frombuffer(self._space, numpy.uint8, size).reshape(last - first, row_bytes)
 
     def part(self, entry: TensorEntry, library: Any, memory: HugePages, order: Any) -> BlockPart:
-        """A matrix of the file for the kernels. order: the file's row of each of its rows; None: the same order."""
+        """A matrix of the file for the kernels. order: for each row, its row in the file; None: the same order."""
         ordered = None if order is None else self.rows(entry, 0, entry.shape[0])[order]
 
         def read(first: int, last: int) -> Any:
@@ -235,9 +235,9 @@ class RowReader:
 
 
 class RowsOfFile:
-    """A table that stays in the file, as each forward needs a few rows of it only. Thread-safe.
+    """A table that stays in the file, since each forward needs only a few of its rows. Thread-safe.
 
-    The file stays open as long as this object lives, so replacing the file on disk does no harm.
+    The file stays open while this object lives, so replacing it on the disk does no harm.
     """
 
     def __init__(self, entry: TensorEntry, library: Any, scale: Tensor | None = None) -> None:
@@ -277,7 +277,7 @@ def check_kind(entry: TensorEntry) -> BlockFormat:
 
 
 class GGUFTensors:
-    """A model's parameters, by name, from the tensors of a file; `gguf_architectures` says which are which."""
+    """A model's parameters by name, from the tensors of a file; `gguf_architectures` maps the names."""
 
     def __init__(self, header: GGUFHeader, ahead: PackedAhead | None = None) -> None:
         """ahead: of this file's matrices."""
@@ -286,7 +286,7 @@ class GGUFTensors:
         self._used = {FACTORS, LONG_FACTORS, SHORT_FACTORS}
 
     def tensors(self, parameter: str) -> list[TensorEntry]:
-        """The tensors whose rows, one after the other, are those of a parameter, or of each expert of a parameter
+        """The tensors whose concatenated rows are those of a parameter, or of each expert of a parameter
         [experts, outputs, inputs]: gate before up, in the file's order of rows."""
         source = self._source(parameter)
         names = source.names
@@ -309,7 +309,7 @@ class GGUFTensors:
         return source
 
     def _order(self, order: Order | None, count: int) -> Any:
-        """The file's place of each of the model's rows or columns; None for the same order."""
+        """The index in the file of each of the model's rows or columns; None for the same order."""
         if order is None:
             return None
         try:
@@ -319,7 +319,7 @@ class GGUFTensors:
         return None if (places == numpy.arange(count)).all() else places
 
     def values(self, parameter: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A parameter [shape] whatever the types of its tensors, in floating point."""
+        """A parameter [shape] in floating point, from tensors of any types."""
         source, entries = self._source(parameter), self.tensors(parameter)
         numbers = []
         for entry in entries:
@@ -345,7 +345,7 @@ class GGUFTensors:
         return joined.to(dtype).contiguous()
 
     def _numbers(self, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
-        """A whole tensor, unpacked some rows at a time."""
+        """A whole tensor, unpacked a few rows at a time."""
         rows, columns = entry.matrix
         matrix = replace(entry, shape=entry.matrix)
         numbers, step = torch.empty(matrix.shape, dtype=dtype), max(1, UNPACKED // max(columns, 1))
@@ -357,10 +357,10 @@ class GGUFTensors:
         return numbers.view(entry.shape)
 
     def _scale(self, entry: TensorEntry) -> Tensor | None:
-        """What multiplies all numbers of a matrix [1], or those of each expert [experts]; None if the file has none."""
+        """The factor of a matrix [1], or of each expert [experts]; None if the file has none."""
         name = f"{entry.name.removesuffix('.weight')}.scale"
         scale = self.header.tensors.get(name)
-        # some architectures have a parameter of this name
+        # in some architectures this name is a parameter
         if scale is None or len(entry.shape) < 2 or name.split(".", 2)[-1] in self._architecture.tensors.values():
             return None
         self._used.add(name)
@@ -368,7 +368,7 @@ class GGUFTensors:
         return self._numbers(scale, torch.float32)
 
     def check_shape(self, entry: TensorEntry, shape: tuple[int, ...], joined: tuple[int, ...] | None = None) -> None:
-        """Refuse a tensor of another shape than the configuration says. joined: with its parts, if any."""
+        """Refuse a tensor whose shape contradicts the configuration. joined: the shape with all its parts, if any."""
         if (joined or entry.shape) != shape:
             what = f"tensor {entry.name!r} is {list(joined or entry.shape)}"
             raise self.header.wrong(what, f"{list(shape)}, by the file's own configuration")
@@ -376,7 +376,7 @@ class GGUFTensors:
     def check_unused(self) -> None:
         """Refuse a file whose tensors the model does not use."""
         layers, shared = self._settings["num_hidden_layers"], self._settings.get("num_kv_shared_layers", 0)
-        # layers that share the keys and values of others may have tensors for their own
+        # layers that reuse others' keys and values may have unused tensors for their own
         ignored = [rf"^blk\.{layer}\.attn_(?:k|v|k_norm)\." for layer in range(layers - shared, layers)]
         refuse_unused(str(self.header.file), self.header.tensors.keys() - self._used, ignored)
 
@@ -402,7 +402,7 @@ class GGUFTensors:
         return None if self._ahead is None else self._ahead.part(entry.name)
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
-        """A matrix of the file [shape] of which single rows are needed."""
+        """A matrix of the file [shape] for looking up rows."""
         entries, order, _ = self._matrix(parameter, shape)
         if order is None and stays_in_file(self.header, entries[0].name):
             return RowsOfFile(entries[0], library, self._scale(entries[0]))
@@ -443,7 +443,7 @@ class GGUFTensors:
         return ExpertStacks(gate, up, down, store)
 
     def latent(self, parameter: str, plan: LatentPlan, library: Any) -> LatentStacks:
-        """The matrices of latent attention's heads, which older files have in one tensor, as the model has."""
+        """The matrices of latent attention's heads; older files, like the model, have them in one tensor."""
         entries = self.tensors(parameter)
         heads, rank, plain, values = plan.count, plan.rank, plan.plain, plan.values
         shapes = [plan.shape] if len(entries) == 1 else [(heads, rank, plain), (heads, values, rank)]
@@ -465,9 +465,9 @@ class GGUFTensors:
         return keys, of_values
 
     def _matrix(self, parameter: str, shape: tuple[int, int]) -> tuple[list[TensorEntry], Any, Any]:
-        """The tensors whose rows are a matrix, and the file's row of each row and column of each column.
+        """The tensors whose rows form a matrix, and for each of its rows and columns the one in the file.
 
-        None for the same order. Raises `NotInBlocksError` if its numbers are not those of the tensors.
+        None for the same order. Raises `NotInBlocksError` if its weights must be computed from the tensors.
         """
         source, entries = self._source(parameter), self.tensors(parameter)
         rows = shape[0] // len(entries)
@@ -483,7 +483,7 @@ class GGUFTensors:
 
 
 def unpacked_rows(entry: TensorEntry, rows: Any) -> Tensor:
-    """[rows, inputs] float32: the numbers of some rows [rows, bytes] of a matrix."""
+    """[rows, inputs] float32: some rows of a matrix, unpacked from [rows, bytes]."""
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(entry.kind_name)
     if dtype is not None:
         return torch.from_numpy(rows.copy()).view(dtype).float()

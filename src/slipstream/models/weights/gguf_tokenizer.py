@@ -1,8 +1,9 @@
-"""The tokenizer of a GGUF file: how text is split before merging, which tokens are whole, which ones end an answer.
+"""Builds the tokenizer of a GGUF file: the split of text before merging, tokens matched whole, and tokens that end an
+answer.
 
-A file of byte-level BPE names its rule of splitting in `tokenizer.ggml.pre`; the rules are those of the original
-tokenizers, under the names that llama.cpp gives them (src/llama-vocab.cpp). SentencePiece has no such rule. The
-specification is what transformers builds of the same files.
+A file with byte-level BPE names its splitting rule in `tokenizer.ggml.pre`; the rules are those of the original
+tokenizers, under llama.cpp's names (src/llama-vocab.cpp). SentencePiece has no such rule. The specification is the
+tokenizer that transformers builds from the same files.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from slipstream.models.weights.gguf_file import GGUFHeader
 from slipstream.tokenization.file_tokenizer import FileTokenizer
 from slipstream.tokenization.hf_byte_tokens import SPACE, byte_alphabet
 
-# ruff: noqa: RUF001 (signs of other scripts that look like ours)
+# ruff: noqa: RUF001 (characters of other scripts that look like Latin ones)
 
 
 log = logging.getLogger("slipstream")
 
 KINDS = ("gpt2", "llama", "gemma4")  # byte-level BPE, and two of SentencePiece
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
-MAX_SHOWN = 60  # characters of a name in a message
+MAX_SHOWN = 60  # characters of a name, in messages
 MARK = "an answer of 7919"  # content of a message in a rendered conversation
 
-# what the patterns are made of
+# building blocks of the patterns
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -47,7 +48,7 @@ def _choice(*patterns: str) -> str:
 
 
 def _cased(ending: str, without: str = "") -> str:
-    """A pattern of words that end where a capital letter follows small ones. without: letters that are excluded."""
+    """A pattern for words that end where a capital letter follows lowercase ones. without: excluded letters."""
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
     before = r"[^\r\n\p{L}\p{N}]?"
@@ -78,16 +79,12 @@ BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True)
 class Split:
-    """How text is split. patterns: each in turn cuts the pieces so far into what it matches and what lies between.
+    """A rule for splitting text before merging."""
 
-    composes: characters are put in Unicode's normal form C first; whole_words: a piece that is a token is not merged
-    anew; adds_bos: texts begin with the beginning token, unless the file says otherwise.
-    """
-
-    patterns: tuple[str, ...]
-    composes: bool = False
-    whole_words: bool = False
-    adds_bos: bool = False
+    patterns: tuple[str, ...]  # each in turn cuts all pieces into its matches and the text between them
+    composes: bool = False  # converts text to Unicode's normal form C first
+    whole_words: bool = False  # takes a piece that is a token as it is, without merging
+    adds_bos: bool = False  # texts begin with the BOS token, unless the file says otherwise
 
 
 def _named(names: str, split: Split) -> dict[str, Split]:
@@ -208,8 +205,7 @@ SPLITS: dict[str, Split] = {
     "superbpe": Split((ANY, r"(?=(\d{3})+(?!\d))")),
 }
 
-# texts of tokens that end an answer or a turn in the vocabularies that have them; those with a bar are special whatever
-# a file says, as llama.cpp takes them
+# tokens that end an answer or a turn, where a vocabulary has them; as in llama.cpp, those with a bar are always special
 ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
     *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<eos>"),
@@ -218,7 +214,7 @@ ENDS = (
 
 
 def read_tokenizer(header: GGUFHeader) -> FileTokenizer | None:
-    """The tokenizer of a model; None where the file has no vocabulary."""
+    """The tokenizer of a model; None if the file has no vocabulary."""
     kind = header.values.get("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
         return None
@@ -233,7 +229,7 @@ def read_tokenizer(header: GGUFHeader) -> FileTokenizer | None:
         if kind in (CONTROL, USER_DEFINED) or text in marks
     }
     split = _split(header) if kind == "gpt2" else None
-    if header.architecture.startswith("gemma"):  # whose files spell runs of spaces as they are
+    if header.architecture.startswith("gemma"):  # its files spell runs of spaces literally
         tokens = [SPACE * len(text) if " " in text and not text.strip() else text for text in tokens]
     try:
         backend = _sentencepiece(header, tokens) if split is None else _byte_level(header, tokens, unsplit, split)
@@ -243,7 +239,7 @@ def read_tokenizer(header: GGUFHeader) -> FileTokenizer | None:
             added = [_whole(header, text, special=special) for text in texts]
             (backend.add_special_tokens if special else backend.add_tokens)(added)
     except Exception as error:
-        if type(error) is not Exception:  # what the tokenizers package raises has no kind of its own
+        if type(error) is not Exception:  # the tokenizers package raises plain Exception
             raise
         raise ValueError(f"its tokenizer: {one_line(error)}") from error
     named = {
@@ -272,7 +268,7 @@ def read_tokenizer(header: GGUFHeader) -> FileTokenizer | None:
 
 
 def token_settings(header: GGUFHeader, tokenizer: FileTokenizer | None) -> dict[str, Any]:
-    """The tokens that begin, pad and end texts, as fields of a configuration."""
+    """The BOS, padding and end tokens, as fields of a configuration."""
     size = 0 if tokenizer is None else len(tokenizer)
     return {
         "bos_token_id": _token_id(header, "bos", size),
@@ -282,19 +278,19 @@ def token_settings(header: GGUFHeader, tokenizer: FileTokenizer | None) -> dict[
 
 
 def check_split(header: GGUFHeader) -> None:
-    """Raise `SlipstreamError` for a rule of splitting that is not known, and warn of a file that names none."""
+    """Raise `SlipstreamError` for an unknown splitting rule, and warn of a file that names none."""
     name = header.values.get("tokenizer.ggml.pre") or None
     if header.values.get("tokenizer.ggml.model") != "gpt2" or name in SPLITS:
         return
     if name is not None:
         near = get_close_matches(str(name)[:MAX_SHOWN], SPLITS, 1)
         raise SlipstreamError(
-            f"model {str(header.file)!r}: tokenizer.ggml.pre is {str(name)[:MAX_SHOWN]!r}, a way of splitting text "
-            f"that is not known; {f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(sorted(SPLITS))}"
+            f"model {str(header.file)!r}: tokenizer.ggml.pre is {str(name)[:MAX_SHOWN]!r}, an unknown splitting "
+            f"rule; {f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(sorted(SPLITS))}"
         )
     log.warning(
-        "model %s does not say how text is split (no tokenizer.ggml.pre): it is split by llama.cpp's default, which is "
-        "hardly what the model was trained with",
+        "model %s does not say how text is split (no tokenizer.ggml.pre): llama.cpp's default is used, which "
+        "probably differs from the model's training",
         header.file,
     )
 
@@ -312,7 +308,7 @@ def _byte_level(header: GGUFHeader, tokens: Sequence[str], unsplit: Container[st
     merges = [_halves(merge) for merge in header.array("tokenizer.ggml.merges")]
     vocabulary = {_spelled(text, text in unsplit): number for number, text in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole_words))
-    by_words = split.patterns[-1] == GPT2  # a pattern that `ByteLevel` has built in, and matches faster
+    by_words = split.patterns[-1] == GPT2  # built into `ByteLevel`, which matches it faster
     patterns = split.patterns[:-1] if by_words else split.patterns
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
@@ -324,12 +320,12 @@ def _byte_level(header: GGUFHeader, tokens: Sequence[str], unsplit: Container[st
 
 
 def _sentencepiece(header: GGUFHeader, tokens: Sequence[str]) -> Tokenizer:
-    """BPE of SentencePiece, with bytes for what no token spells; as Llama 2 and Gemma were published."""
+    """SentencePiece's BPE, with bytes for characters that no token spells, as published with Llama 2 and Gemma."""
     gemma = header.architecture.startswith("gemma")
     vocabulary = {text: number for number, text in enumerate(tokens)}
     merges = [_halves(merge) for merge in header.array("tokenizer.ggml.merges")]
     if not merges:
-        # scores of Gemma do not say in which order tokens are merged, but their numbers do
+        # Gemma's merges are ordered by token number, not by score
         scores = [-number for number in range(len(tokens))] if gemma else header.array("tokenizer.ggml.scores")
         merges = _merges(tokens, scores, vocabulary)
     unknown = {"unk_token": "<unk>"} if gemma else {}
@@ -338,7 +334,7 @@ def _sentencepiece(header: GGUFHeader, tokens: Sequence[str]) -> Tokenizer:
     if gemma:
         backend.normalizer = normalizers.Replace(" ", SPACE)
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    else:  # the space is put before each piece between whole tokens, even before one that begins with a space
+    else:  # each piece between whole tokens gets a space in front, even if it begins with one
         first = [normalizers.Prepend(SPACE)] if prefix else []
         backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
     parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -349,14 +345,14 @@ def _sentencepiece(header: GGUFHeader, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _whole(header: GGUFHeader, text: str, *, special: bool = True) -> AddedToken:
-    """A token that is matched whole. White space after Phi-3's special tokens is not read."""
+    """A token that is matched whole. After Phi-3's special tokens, white space is dropped."""
     is_phi3 = header.architecture == "phi3" and header.values.get("tokenizer.ggml.model") == "llama"
     ignores_space = is_phi3 and (special or text == "</s>") and text not in ("<unk>", "<s>", "<|endoftext|>")
     return AddedToken(text, normalized=False, special=special, rstrip=ignores_space)
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float], vocabulary: Container[str]) -> list[tuple[str, str]]:
-    """All ways in which two tokens make another one, in the order of the scores of what they make."""
+    """All pairs of tokens that form another token, ordered by that token's score."""
     if len(scores) != len(tokens):
         raise ValueError(f"tokenizer.ggml.scores has {len(scores)} numbers for {len(tokens)} tokens")
     merges = list[tuple[str, str]]()
@@ -375,7 +371,7 @@ def _halves(merge: str) -> tuple[str, str]:
 
 
 def _spelled(text: str, is_unsplit: bool) -> str:
-    """A token in the characters that stand for bytes, as files spell most; tokens that are matched whole stay."""
+    """A token spelled in the characters that represent bytes, as in most files; tokens matched whole do not change."""
     if is_unsplit or byte_alphabet().keys() >= set(text):
         return text
     return "".join(_byte_letters()[byte] for byte in text.encode())
@@ -387,13 +383,13 @@ def _byte_letters() -> dict[int, str]:
 
 
 def _token_id(header: GGUFHeader, name: str, vocab_size: int) -> int | None:
-    """A token that the metadata name; None where they do not, or where the vocabulary has no such token."""
+    """The id of a token that the metadata name; None if they do not, or if the vocabulary lacks it."""
     number = header.values.get(f"tokenizer.ggml.{name}_token_id")
     return number if isinstance(number, int) and 0 <= number < vocab_size else None
 
 
 def _end_ids(header: GGUFHeader, tokenizer: FileTokenizer) -> Any:
-    """The tokens at which generation ends: the file's, and those that end a turn; as llama.cpp finds them.
+    """The tokens at which generation ends, as in llama.cpp: the file's, and those that end a turn.
 
     Returns one id, a list of several, or None.
     """
@@ -418,7 +414,7 @@ def _turn_end(tokenizer: FileTokenizer, special: Iterable[str]) -> list[str]:
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": MARK}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # a template may need what these messages lack; then its end is unknown
+    except Exception:  # if a template rejects these messages, its end token stays unknown
         return []
     after = text.rpartition(MARK)[2].lstrip() if MARK in text else ""
     return sorted((token for token in special if after.startswith(token)), key=len)[-1:]

@@ -18,14 +18,14 @@ from slipstream.models.weights.model_files import NO_OPTIONS, not_loaded
 log = logging.getLogger("slipstream")
 
 PAUSE_SECONDS = 1.0  # before a second try
-KEPT_SECONDS = 60  # how long the answer is remembered: one command asks for several models
+KEPT_SECONDS = 60  # the answer is remembered, since one command asks for several models
 CONFIGS = ("config.json", "adapter_config.json")
 
 
 def hub_or_cached(repository: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
-    """The hub id, or where the hub cannot be reached, the folder that the repository was downloaded to before.
+    """The hub id or, if the hub cannot be reached, the folder of an earlier download.
 
-    options: load options. Raises `SlipstreamError` where it has not been downloaded.
+    options: load options. Raises `SlipstreamError` if there is none.
     """
     reason = None if options.get("local_files_only") else why_unreachable()
     if reason is None:
@@ -33,12 +33,12 @@ def hub_or_cached(repository: str, options: Mapping[str, Any] = NO_OPTIONS) -> s
     folder = _downloaded(repository, options)
     if folder is None:
         raise _not_connected(repository, reason)
-    log.warning("no connection to the Hugging Face Hub (%s): %s is used as downloaded before", reason, repository)
+    log.warning("no connection to the Hugging Face Hub (%s): using the earlier download of %s", reason, repository)
     return str(folder)
 
 
 def check_connected(repository: str) -> None:
-    """Raise `SlipstreamError` if the hub, from which this is to be downloaded, cannot be reached."""
+    """Raise `SlipstreamError` if the hub cannot be reached to download this."""
     if (reason := why_unreachable()) is not None:
         raise _not_connected(repository, reason)
 
@@ -48,7 +48,7 @@ def _not_connected(repository: str, reason: str) -> SlipstreamError:
 
 
 def why_unreachable() -> str | None:
-    """Why the hub does not answer; None if it does, whatever the answer, and in offline mode, where it is not asked."""
+    """The reason the hub does not answer; None if it answers anything, and in offline mode, where it is not asked."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -58,24 +58,24 @@ def why_unreachable() -> str | None:
 
 @lru_cache(maxsize=1)
 def _why_unreachable(endpoint: str, _period: int) -> str | None:
-    """_period: a new one makes the memo ask again."""
+    """_period: a new value bypasses the memo."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     begin = time.monotonic()
     while True:
         try:
-            # connecting over a slow line takes seconds; whoever needs longer sets HF_HUB_ETAG_TIMEOUT
+            # connecting over a slow line takes seconds; users can set HF_HUB_ETAG_TIMEOUT
             get_session().head(endpoint, timeout=constants.HF_HUB_ETAG_TIMEOUT)
             return None
         except network_error() as error:
-            if time.monotonic() - begin > PAUSE_SECONDS:  # the second try, or one that took long
+            if time.monotonic() - begin > PAUSE_SECONDS:  # after a second try, or a slow first one
                 return one_line(error)
         time.sleep(PAUSE_SECONDS)
 
 
 def network_error() -> Any:
-    """The class of errors of the network: httpx's or httpx2's, whichever this version of huggingface_hub uses."""
+    """The class of network errors: httpx's or httpx2's, whichever this version of huggingface_hub uses."""
     from huggingface_hub import errors
 
     return vars(errors)["HTTPError"]

@@ -1,7 +1,7 @@
 """Downloads GGUF files from the Hugging Face Hub into its own cache.
 
-A file is written under another name until it is complete and has the digest that the hub states, so that no half of one
-can be loaded. An interrupted download continues where it stopped; huggingface_hub itself starts again.
+A file has a temporary name until it is complete and has the digest that the hub states, so an incomplete file is never
+loaded. An interrupted download continues where it stopped; huggingface_hub itself would start again.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from slipstream.models.weights.named_models import (
     wanted_among,
 )
 
-ATTEMPTS, PAUSE_SECONDS = 5, 1.0  # attempts in a row that bring nothing
+ATTEMPTS, PAUSE_SECONDS = 5, 1.0  # attempts in a row without progress
 DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-PARTIAL = ".slipstream"  # ending of files of which not all has arrived
-PASSING = (408, 429, 500, 502, 503, 504)  # statuses of a server that may answer later
+PARTIAL = ".slipstream"  # extension of incomplete files
+PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses of temporary failures
 
 
 def local_file(source: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
-    """The path of the GGUF file that a name stands for, downloaded if necessary; other sources as they are.
+    """The path of the GGUF file that a name means, downloaded if needed; other sources are returned unchanged.
 
-    options: load options. Raises `UsageError` for a file that the repository does not have, `SlipstreamError` where it
-    cannot be downloaded.
+    options: load options. Raises `UsageError` if the repository does not have the file, `SlipstreamError` if it cannot
+    be downloaded.
     """
     name = hub_name(source)
     if name is None:
@@ -57,7 +57,7 @@ def local_file(source: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
 
 
 def fetched(source: str, name: HubName, options: Mapping[str, Any] = NO_OPTIONS) -> Path:
-    """The newest version of a file on the hub, or its first part; downloads what is not in the cache."""
+    """The newest version of a file on the hub, or its first part; downloads it if needed."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
@@ -88,7 +88,7 @@ def fetched(source: str, name: HubName, options: Mapping[str, Any] = NO_OPTIONS)
 
 
 def _only_one(source: str, name: HubName, sizes: Mapping[str, int]) -> HubModel:
-    """The model that the name means. Raises `UsageError`, with what there is, if it means none or several."""
+    """The model that the name means. Raises `UsageError`, which lists the models, if it means none or several."""
     models = models_among(sizes)
     meant = wanted_among(models, name.wanted)
     if len(meant) == 1:
@@ -109,7 +109,7 @@ def _only_one(source: str, name: HubName, sizes: Mapping[str, int]) -> HubModel:
 
 @dataclass(frozen=True)
 class _Remote:
-    """A file on the hub. etag: its digest, which is the name of its content in the cache."""
+    """A file on the hub. etag: its digest, which names its content in the cache."""
 
     name: str
     url: str
@@ -122,7 +122,7 @@ class _Remote:
         return Path(self.name).name
 
     def digest(self, path: Path) -> str:
-        """The digest of a file here that the hub's can be compared with: SHA-256, or git's for small files."""
+        """The digest of a local file to compare with the hub's: SHA-256, or git's for small files."""
         begin = hashlib.sha256() if len(self.etag) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, lambda: begin).hexdigest()
@@ -139,7 +139,7 @@ class _Download:
     cache_folder: Path
 
     def of(self, files: Sequence[str]) -> Path:
-        """Download those of the files that are not in the cache; return the path of the first."""
+        """Download the files that are not in the cache; return the path of the first file."""
         from huggingface_hub import hf_hub_download
         from huggingface_hub.file_download import repo_folder_name
 
@@ -153,9 +153,9 @@ class _Download:
         for remote in remotes:
             if not remote.is_cached:
                 self._store(remote, blobs, locks)
-            # gives the content its name in the cache; there is nothing left to download
+            # links the content to its name in the cache; nothing is downloaded
             paths.append(Path(hf_hub_download(self.repository, remote.name, **arguments)))
-            if not paths[-1].is_symlink():  # a system without links: this is a copy
+            if not paths[-1].is_symlink():  # a system without links has made a copy
                 (blobs / remote.etag).unlink(missing_ok=True)
         return paths[0]
 
@@ -174,7 +174,7 @@ class _Download:
         return _Remote(name, url, etag, size, isinstance(path, str))
 
     def _check_disk(self, files: Sequence[_Remote], blobs: Path) -> None:
-        """Refuse a download that the disk has no room for."""
+        """Refuse a download that does not fit on the disk."""
         there = sum(_size(blobs / file.etag) or _size(blobs / f"{file.etag}{PARTIAL}") for file in files)
         needed, free = sum(file.size for file in files) - there, shutil.disk_usage(blobs).free
         if needed > free:
@@ -184,7 +184,7 @@ class _Download:
             )
 
     def _store(self, file: _Remote, blobs: Path, locks: Path) -> None:
-        """Put a file's content into the cache: whole and with the right digest, or not at all."""
+        """Store a file's content in the cache only if it is complete and has the right digest."""
         blob, partial, lock_file = blobs / file.etag, blobs / f"{file.etag}{PARTIAL}", locks / f"{file.etag}.lock"
         if (lock := locked(lock_file)) is None:
             announce(f"waiting for another process, which is downloading {file.title} ...")
@@ -231,13 +231,13 @@ class _Download:
                 if failures > ATTEMPTS:
                     raise SlipstreamError(
                         f"model {self.source!r}: the connection ended after {arrived:,} of {file.size:,} bytes of "
-                        f"{title}: {reason}; what has arrived is kept, and the same command continues there"
+                        f"{title}: {reason}; the same command continues there"
                     )
                 if arrived < file.size:
                     time.sleep(PAUSE_SECONDS)
 
     def _append(self, partial: Path, file: _Remote, begin: int, progress: Progress) -> None:
-        """Append what one answer of the hub brings, or begin again if it does not send a part of a file."""
+        """Append one response of the hub, or begin again if it does not send partial content."""
         from huggingface_hub import constants
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 

@@ -1,4 +1,4 @@
-"""What a user may name as a model: folders, names in the cache, GGUF files and hub ids. Imports no framework."""
+"""Names that users give to models: folders, names in the cache, GGUF files and hub ids. Imports no framework."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from slipstream.models.cache_folder import cache_folder
 log = logging.getLogger("slipstream")
 
 EMBEDDED = "smollm2"  # the default target, which needs no hub
-NO_DRAFT = "none"  # no draft model, not even what the target brings
+NO_DRAFT = "none"  # no draft model, not even one that the target brings
 NO_OPTIONS: Mapping[str, Any] = {}
 MAGIC = b"GGUF"  # the first bytes of such a file
-READ = (".safetensors", ".bin", ".json", ".model", ".gguf")  # endings of files that are read
-LFS_POINTER = b"version https://git-lfs"  # likewise, of what Git brings in place of large files
+READ = (".safetensors", ".bin", ".json", ".model", ".gguf")  # extensions of files that are read
+LFS_POINTER = b"version https://git-lfs"  # likewise of pointers, which Git stores in place of large files
 CONVERSION = "conversion.json"  # the file that says which version made a folder from a GGUF file; written last
 VERSION = 3  # 3: in SentencePiece vocabularies, each piece between whole tokens begins with a space
 
 
 def is_gguf(source: str) -> bool:
-    """True if this names a GGUF file, by its content or, where that cannot be read, its ending."""
+    """True if this names a GGUF file, judged by its content or, if that cannot be read, its extension."""
     path = expanded(source)
     ending = path.suffix.lower() == ".gguf"
     try:
@@ -42,7 +42,7 @@ def is_gguf(source: str) -> bool:
 
 
 def refuse_pointers(place: Path) -> None:
-    """Refuse a file, or a folder's, in place of which Git has brought a pointer, as it does without Git LFS."""
+    """Refuse a pointer that Git without LFS checked out in place of a file, or of any file in a folder."""
     for file in [place] if place.is_file() else sorted(place.glob("*")):
         if file.suffix not in READ or not file.is_file():
             continue
@@ -55,7 +55,7 @@ def refuse_pointers(place: Path) -> None:
 
 
 def is_converted(folder: Path) -> bool:
-    """True if this folder was made from a GGUF file, completely and by this version."""
+    """True if this version has converted a GGUF file to this folder, completely."""
     try:
         return bool(json.loads((folder / CONVERSION).read_text(encoding="utf-8"))["version"] == VERSION)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -68,7 +68,7 @@ def known_names() -> list[str]:
 
 
 def models_at_hand() -> str:
-    """The end of a message about an unknown name: which models there are."""
+    """The end of a message about an unknown name, which lists available models."""
     names = ", ".join(known_names())
     return f"Available here: {names}; also allowed: a folder, a .gguf file, a hub id or a name from `slipstream models`"
 
@@ -78,12 +78,12 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
     if (refusal := code_of_its_own(source, error)) is not None:
         return refusal
     reason = one_line(error)
-    if isinstance(error, UnpicklingError):  # PyTorch's advice is to run the file's code
-        reason = "its .bin file is damaged, or holds more than tensors; allowed: .safetensors, or tensors alone"
+    if isinstance(error, UnpicklingError):  # PyTorch's own message advises running the file's code
+        reason = "its .bin file is damaged, or holds more than tensors; allowed: .safetensors, or only tensors"
     if Path(folder).exists():
         refuse_pointers(Path(folder))
         return SlipstreamError(f"model {source!r} could not be loaded: {reason}")
-    from huggingface_hub.constants import is_offline_mode  # which is not among what help and usage errors import
+    from huggingface_hub.constants import is_offline_mode  # not at the top: help and usage errors must not import it
 
     offline = "it is not asked, as HF_HUB_OFFLINE is set" if is_offline_mode() else None
     reason = offline or _why_refused(folder, error) or reason
@@ -97,7 +97,7 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
 
 
 def _why_refused(repository: str, error: BaseException | None) -> str | None:
-    """What a refusal of the hub means, and what to do; None if neither the error nor its causes are one."""
+    """Explains a refusal by the hub and the remedy; None if neither the error nor its causes are a refusal."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     while error is not None and not isinstance(error, HfHubHTTPError):
@@ -127,7 +127,7 @@ def code_of_its_own(source: str, error: Exception) -> SlipstreamError | None:
         return None
     return SlipstreamError(
         f"model {source!r} needs code of its own, which would run with your rights; allowed: load_options="
-        '{"trust_remote_code": True}, if you trust whoever wrote it'
+        '{"trust_remote_code": True}, if you trust its author'
     )
 
 
@@ -153,7 +153,7 @@ def quiet() -> None:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ["HF_HUB_VERBOSITY"] = "critical"  # read when it is imported
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-    if "transformers" in sys.modules:  # it has read the environment already
+    if "transformers" in sys.modules:  # it has read the environment before
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.set_verbosity_error()

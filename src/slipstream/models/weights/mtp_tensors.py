@@ -1,6 +1,6 @@
-"""Which tensors of a checkpoint are multi-token-prediction layers, recognized by their names.
+"""Recognizes a checkpoint's multi-token-prediction layers by the names of their tensors.
 
-They follow the target's layers (`model.layers.61`, of DeepSeek-V3 and GLM-4.5), or are under `mtp` (Qwen3-Next,
+They follow the target's layers (`model.layers.61`, in DeepSeek-V3 and GLM-4.5), or are under `mtp` (Qwen3-Next,
 Qwen3.5) or `model.mtp_layers` (MiMo). Transformers leaves them out of the target.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 AFTER_LAYERS = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
 IN_LAYERS = re.compile(r"(?:model\.)?(?:mtp\.layers|mtp_layers)\.(\d+)\.(.+)")
 OF_ALL = re.compile(r"mtp\.(.+)")  # parts that all layers share
-PARTS = {  # of a layer, beside its decoder layer
+PARTS = {  # of a layer, in addition to its decoder layer
     "token_norm": ("enorm.weight", "pre_fc_norm_embedding.weight", "token_layernorm.weight"),
     "hidden_norm": ("hnorm.weight", "pre_fc_norm_hidden.weight", "hidden_layernorm.weight"),
     "project": ("eh_proj.weight", "fc.weight", "input_proj.weight"),
     "norm": ("shared_head.norm.weight", "norm.weight", "final_layernorm.weight"),
 }
 PART_OF = {name: part for part, names in PARTS.items() for name in names}
-OF_QUANTIZED = re.compile(r"\.(?:qweight|qzeros|scales|g_idx|_?weight_\w+|input_scale)$")  # beside or for ".weight"
+OF_QUANTIZED = re.compile(r"\.(?:qweight|qzeros|scales|g_idx|_?weight_\w+|input_scale)$")  # with or for ".weight"
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
 
 

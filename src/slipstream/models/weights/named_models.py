@@ -1,4 +1,4 @@
-"""Models by name: short names such as qwen3:4b, and OWNER/REPO:Q4_K_M for a GGUF file of a repository on the hub.
+"""Models by name: short names such as qwen3:4b, and OWNER/REPO:Q4_K_M for a GGUF file in a repository on the hub.
 
 Reads the table of short names and Hugging Face's cache; `hub_files` downloads. Imports no framework.
 """
@@ -19,12 +19,12 @@ from slipstream.models.weights.gguf_file import PART
 from slipstream.models.weights.model_files import NO_OPTIONS
 
 DEFAULT = "Q4_K_M"  # the quantization of a repository's file if none is named
-# memory that a model needs beyond its files, which kernels reorder into slightly more: Python with PyTorch, and the
-# keys and values of a conversation of a few thousand tokens
+# a model's memory: a factor for its files, whose weights kernels reorder, and gigabytes for Python with PyTorch and the
+# keys and values of a few thousand tokens
 REORDERED, BESIDE = 1.05, 1.5
 REPOSITORY = r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)"
 NAME = re.compile(REPOSITORY + r"(?::(?P<wanted>\S+))?")
-ADDRESS = re.compile(  # of a model's page or file, as a browser shows it, and as Ollama writes it
+ADDRESS = re.compile(  # of a model's page or file, as in a browser or for Ollama
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
     + REPOSITORY
     + r"(?::(?P<wanted>[^\s/?#]+))?(?:/(?:blob|resolve|raw|tree)/(?P<revision>[^\s/?#]+)(?P<path>/[^\s?#]+)?)?"
@@ -37,7 +37,7 @@ GGUF = ".gguf"
 
 
 def gigabytes_needed(gigabytes: float) -> float:
-    """The memory that models need whose files have this size together, about."""
+    """About how much memory models need whose files have this total size."""
     return gigabytes * REORDERED + BESIDE
 
 
@@ -53,7 +53,7 @@ class NamedModel:
 
     @property
     def gigabytes_needed(self) -> float:
-        """The memory that it needs with its draft model, about."""
+        """About how much memory it needs, with its draft model."""
         draft = short_names().get(self.draft or "")
         return gigabytes_needed(self.gigabytes + (0 if draft is None else draft.gigabytes))
 
@@ -71,8 +71,8 @@ class HubName:
 class HubModel:
     """A model among the files of a repository."""
 
-    label: str  # its quantization, or its name where that says none
-    files: tuple[str, ...]  # one, or all parts of a split one in their order
+    label: str  # its quantization, or else its file name
+    files: tuple[str, ...]  # a single file, or the parts of a split one in order
 
 
 @cache
@@ -83,12 +83,12 @@ def short_names() -> Mapping[str, NamedModel]:
 
 
 def named_model(source: str) -> NamedModel | None:
-    """The row of a short name; None if it is none, or names a folder or file here."""
+    """The row of a short name; None if this is not one, or names a local folder or file."""
     return None if os.path.exists(source) else short_names().get(source.lower())
 
 
 def hub_name(source: str) -> HubName | None:
-    """Which GGUF file on the hub this names; None for anything else, such as files here and other hub ids."""
+    """The GGUF file on the hub that this names; None for anything else, such as local files and other hub ids."""
     if os.path.exists(source) or os.path.exists(os.path.expanduser(source)):
         return None
     if (row := named_model(source)) is not None:
@@ -106,7 +106,7 @@ def hub_name(source: str) -> HubName | None:
 
 
 def models_among(files: Iterable[str]) -> list[HubModel]:
-    """The models among a repository's files; split ones of which a part is missing are left out."""
+    """The models among a repository's files, without split ones that lack a part."""
     parts: dict[tuple[str, int], list[str]] = {}
     for file in sorted(files):
         if file.lower().endswith(GGUF):
@@ -116,7 +116,7 @@ def models_among(files: Iterable[str]) -> list[HubModel]:
     models, unsplit = [], {stem for stem, count in parts if count == 1}
     for (stem, count), names in parts.items():
         labels, name = LABEL.findall(stem), Path(stem).name
-        # parts for images, and statistics for quantizing, which have no quantization of their own
+        # not models: parts for images; files with statistics for quantizing, which name no quantization
         is_model = "mmproj" not in name.lower() and (labels or "imatrix" not in name.lower())
         if is_model and len(names) == count and (count == 1 or stem not in unsplit):
             models.append(HubModel((labels or [name])[-1].upper(), tuple(names)))
@@ -124,7 +124,7 @@ def models_among(files: Iterable[str]) -> list[HubModel]:
 
 
 def wanted_among(models: Iterable[HubModel], wanted: str) -> list[HubModel]:
-    """The models that are meant by a quantization or by the name of a file."""
+    """The models that a quantization or a file name means."""
     if wanted.lower().endswith(GGUF):
         return [
             model for model in models if any(f"/{file}".lower().endswith(f"/{wanted.lower()}") for file in model.files)
@@ -134,7 +134,7 @@ def wanted_among(models: Iterable[HubModel], wanted: str) -> list[HubModel]:
 
 def downloaded_file(name: HubName, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
     """The file, or the first part, in Hugging Face's cache; None if it is not there. options: load options."""
-    from huggingface_hub import constants  # which imports nothing large
+    from huggingface_hub import constants  # imports nothing large
 
     cache_folder = Path(options.get("cache_dir") or constants.HF_HUB_CACHE)
     repository = cache_folder / f"models--{name.repository.replace('/', '--')}"

@@ -1,7 +1,7 @@
-"""Packed matrices of a GGUF file in a file of the cache folder, which is mapped into memory.
+"""Stores the packed matrices of a GGUF file in the cache folder, and maps them into memory.
 
-A model that would take more than a third of the memory is packed once into such a file. Further starts read nothing but
-what they use, and the system can take the memory back at any time, so that a model may be larger than the memory.
+A model that would take more than a third of the memory is packed once into such a file. Later starts read only what
+they use, and the system can reclaim the memory at any time, so a model may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, ends_wi
 
 log = logging.getLogger("slipstream")
 
-SAMPLE = 4096  # bytes of each tensor that tell files with equal headers apart
+SAMPLE = 4096  # bytes of each tensor, which distinguish files with equal headers
 PROBE_INPUTS = 512
 PIECE = 1 << 22  # bytes of the GGUF file that a thread packs at a time
-LARGEST_SHARE = 0.9  # of the free space on the disk
+LARGEST_SHARE = 0.9  # of the free disk space
 
 
 class MappedPanels:
@@ -47,7 +47,7 @@ class MappedPanels:
             pages = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         numbers = numpy.frombuffer(pages, numpy.uint8)
         memory: Any = (ctypes.c_uint8 * len(numbers)).from_address(numbers.ctypes.data)
-        memory.owner = numbers  # PyTorch takes no memory that cannot be written, so it is not told
+        memory.owner = numbers  # keeps the mapping alive; ctypes hides from PyTorch that it is read-only
         self._rest = torch.frombuffer(memory, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
@@ -56,9 +56,9 @@ class MappedPanels:
 
 
 def mapped_panels(header: GGUFHeader, entries: Sequence[TensorEntry], library: Any) -> MappedPanels | None:
-    """The panels of these matrices of a file, written first where they are not yet.
+    """The panels of these matrices of a file, written first if needed.
 
-    None where the cache folder has no room for them or cannot be written, of which a warning tells.
+    Returns None, with a warning, if the cache folder has no room or cannot be written.
     """
     source = _identity(header, entries)
     file = panels_folder() / f"{header.stem}-{source}-{_layout(entries, library)}{PANELS}"
@@ -69,12 +69,12 @@ def mapped_panels(header: GGUFHeader, entries: Sequence[TensorEntry], library: A
             lock = locked(file.with_suffix(".lock"), wait=True)
             assert lock is not None
             try:
-                if not _is_whole(file, size):  # else another process has written it meanwhile
+                if not _is_whole(file, size):  # otherwise another process has just written it
                     _make_room(file, f"{header.stem}-{source}-", size)
                     _write(file, header, entries, library)
                     if _identity(header, entries) != source:
                         file.unlink()
-                        raise header.wrong("it was changed while it was read", "a file that stays as it is")
+                        raise header.wrong("it was changed while it was read", "a file that does not change")
             finally:
                 lock.release()
         except OSError as error:
@@ -101,7 +101,7 @@ def _is_whole(file: Path, size: int) -> bool:
 
 
 def _identity(header: GGUFHeader, entries: Sequence[TensorEntry]) -> str:
-    """A digest of the header, of when the file was last changed, and of a sample of each matrix."""
+    """A digest of the header, the file's last change, and a sample of each matrix."""
     digest = hashlib.sha256(header.digest.encode())
     for part in header.parts:
         with part.open("rb", buffering=0) as stream:
@@ -116,7 +116,7 @@ def _identity(header: GGUFHeader, entries: Sequence[TensorEntry]) -> str:
 
 
 def _layout(entries: Sequence[TensorEntry], library: Any) -> str:
-    """A digest of how the kernels arrange panels of the types of these matrices."""
+    """A digest of the layout that the kernels give panels of these matrices' types."""
     digest = hashlib.sha256()
     for block in sorted({_block(entry) for entry in entries}, key=lambda block: block.code):
         row_bytes = PROBE_INPUTS // block.size * block.bytes
@@ -130,7 +130,7 @@ def _layout(entries: Sequence[TensorEntry], library: Any) -> str:
 
 
 def _make_room(file: Path, prefix: str, size: int) -> None:
-    """Remove what was interrupted or is out of date; raise OSError where a file of this size has no room."""
+    """Remove incomplete and outdated files; raise OSError if a file of this size does not fit."""
     for other in file.parent.iterdir():
         name = other.name
         if name.startswith(f".{file.name}.") or (name.startswith(prefix) and name.endswith(PANELS)):
@@ -178,7 +178,7 @@ def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], libra
 
 
 def _pieces(entry: TensorEntry, end: int, library: Any) -> Iterator[tuple[TensorEntry, ctypes.Structure, int, int]]:
-    """A matrix's rows, and where their panels go and how many bytes they are. end: where its last panel ends."""
+    """Pieces of a matrix's rows, with the position and size in bytes of their panels. end: of its last panel."""
     block, (outputs, inputs) = _block(entry), entry.matrix
     panel_bytes, row_bytes = library.panel_bytes(block.code, inputs), inputs // block.size * block.bytes
     start = end - packed_size(entry, library)

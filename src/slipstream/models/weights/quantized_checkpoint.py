@@ -1,8 +1,8 @@
-"""Checkpoints quantized by GPTQ, AWQ, compressed-tensors, torchao or to FP8: their settings and their matrices.
+"""Reads checkpoints quantized by GPTQ, AWQ, compressed-tensors, torchao or to FP8: their settings and their matrices.
 
-The layouts are those that AutoGPTQ, gptqmodel 7.7, AutoAWQ, compressed-tensors 0.20, torchao 0.18 and ModelOpt 0.47
-write; none of these packages is needed. What a checkpoint leaves in floating point (norms, embeddings, mostly the
-output layer) stays as it is.
+The layouts are those of AutoGPTQ, gptqmodel 7.7, AutoAWQ, compressed-tensors 0.20, torchao 0.18 and ModelOpt 0.47; none
+of these packages is needed. Floating-point tensors of a checkpoint (norms, embeddings, usually the output layer) stay
+as they are.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ BITS = (2, 4, 8)
 GPTQ_BITS = (2, 3, 4, 8)
 # the formats of compressed-tensors: codes in 32-bit words, or one number of 8 bits per weight
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-MODELOPT_FILE = "hf_quant_config.json"  # where ModelOpt writes its settings, mostly beside config.json
+MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's settings, usually next to config.json
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# tensors that only say how activations, keys and values are to be rounded
+# tensors that only tell how to round activations, keys and values
 OF_ACTIVATIONS = re.compile(r"(?:input|output|activation|prob_output|[qkv])_(?:scale|scale_ub|zero_point)")
 WORD = (torch.int32,)
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the outputs of a word of AWQ, from its lowest bits on
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # outputs in a word of AWQ, from its lowest bits on
 TORCHAO = ("Int4Tensor", "IntxUnpackedToInt8Tensor", "Int8Tensor")
-ROUNDS_INPUTS = ("activation_quantization", "act_quant_kwargs")  # of torchao, where activations are rounded too
+ROUNDS_INPUTS = ("activation_quantization", "act_quant_kwargs")  # torchao's settings that also round activations
 WEIGHT, SCALES = ".weight", {"weight_scale", "weight_scale_inv"}
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights are quantized. Bits and groups of methods other than GPTQ and AWQ differ by tensor."""
+    """The quantization of a checkpoint's weights. Except with GPTQ and AWQ, bits and groups differ by tensor."""
 
     method: str  # of `METHODS`
     bits: int = 0
-    group: int = 0  # how many inputs share a scale; 0 for all
-    less: int = 0  # what the first format of GPTQ subtracts from zero points before it stores them
-    borrows: bool = False  # whether it subtracts from whole words, where a zero point of 0 borrows from the next one
-    symmetric: bool = False  # whether GPTQ's zero points are all in the middle
-    layers: tuple[tuple[str, Scheme], ...] = ()  # of layers whose name a pattern matches; the first match counts
+    group: int = 0  # inputs that share a scale; 0 for all
+    less: int = 0  # subtracted from stored zero points in GPTQ's first format
+    borrows: bool = False  # subtracts from whole words, so a zero point of 0 borrows from the next one
+    symmetric: bool = False  # all of GPTQ's zero points are in the middle
+    layers: tuple[tuple[str, Scheme], ...] = ()  # for layers whose names match a pattern; the first match counts
     blocks: tuple[tuple[int, int], ...] = ()  # rectangles of outputs and inputs that may share a scale
-    rounds_activations: bool = False  # whether activations, keys or values are to be rounded too
+    rounds_activations: bool = False  # the settings also round activations, keys or values
 
     def of(self, module: str) -> Scheme:
         return next((scheme for pattern, scheme in self.layers if re.match(pattern, module)), self)
@@ -91,7 +91,7 @@ class _Settings:
 
 
 def scheme_of(source: str, config: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of a model's configuration; None if it is not quantized, or by a method that is not read here.
+    """The scheme in a model's configuration; None if it is not quantized, or by an unsupported method.
 
     Raises `SlipstreamError` for unknown settings of a known method.
     """
@@ -116,7 +116,7 @@ def scheme_of(source: str, config: Mapping[str, Any]) -> Scheme | None:
 
 
 def _gptq_scheme(source: str, quantization: Mapping[str, Any]) -> Scheme:
-    """The scheme of GPTQ. `dynamic` has settings of layers by patterns; "-:" marks layers that stay as they are."""
+    """The scheme of GPTQ. `dynamic` has settings for layers by pattern; "-:" marks layers that are not quantized."""
     read = _Settings(source, quantization)
     form = read.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     read.one_of("format", (form,), form)
@@ -176,7 +176,7 @@ class FloatMatrix:
 
     numbers: Tensor
     scales: Tensor  # float32 [outputs, groups]
-    group: int  # how many inputs share a scale
+    group: int  # inputs that share a scale
 
     def values(self) -> Tensor:
         """[outputs, inputs] float32: the weights, rounded at most once."""
@@ -196,7 +196,7 @@ class PackedMatrices:
     def of(self, module: str, shape: tuple[int, int]) -> GroupedMatrix | FloatMatrix | None:
         """The matrix [outputs, inputs] of a layer; None if the layer is not quantized.
 
-        Raises `SlipstreamError` where its tensors are missing, damaged or not known.
+        Raises `SlipstreamError` if its tensors are missing, damaged or unknown.
         """
         readers = (item for item in self._readers().items() if f"{module}.{item[0]}" in self.files)
         ending, read = next(readers, ("", None))
@@ -204,7 +204,7 @@ class PackedMatrices:
             return None
         try:
             return read(module, *shape)
-        except RuntimeError as error:  # of tensors whose sizes contradict each other
+        except RuntimeError as error:  # the tensors' sizes contradict each other
             what = f"does not fit the other tensors of its layer ({one_line(error)})"
             raise self.files.wrong(f"{module}.{ending}", what, "tensors of one quantized matrix") from error
 
@@ -216,13 +216,13 @@ class PackedMatrices:
         return {module: shape for module, shape in shapes.items() if shape is not None}
 
     def of_activations(self) -> set[str]:
-        """The tensors that only say how activations are to be rounded, if the settings say that they are."""
+        """The tensors that only tell how to round activations, if the settings round them."""
         if not self.scheme.rounds_activations:
             return set()
         return {name for name in self.files.shapes if OF_ACTIVATIONS.fullmatch(name.rpartition(".")[2])}
 
     def _readers(self) -> dict[str, Callable[[str, int, int], GroupedMatrix | FloatMatrix]]:
-        """Readers by the tensor that shows that a layer is quantized."""
+        """Readers, by the tensor that identifies a quantized layer."""
         match self.scheme.method:
             case "gptq":
                 return {"qweight": self._gptq}
@@ -235,7 +235,7 @@ class PackedMatrices:
         return {"weight_scale_inv": self._scaled, "weight_scale": self._scaled}
 
     def _shape(self, module: str) -> tuple[int, int] | None:
-        """Outputs and inputs of a layer, from its tensors; None if it has scales only."""
+        """Outputs and inputs of a layer, from its tensors; None if it has only scales."""
         method, endings = self.scheme.method, (*(self._readers().keys() - SCALES), "weight")
         name = next((f"{module}.{ending}" for ending in endings if f"{module}.{ending}" in self.files), None)
         if name is None:
@@ -265,8 +265,8 @@ class PackedMatrices:
     def _gptq_zeros(self, name: str, shape: tuple[int, int], scheme: Scheme) -> Tensor:
         """[groups, outputs]: zero points.
 
-        Symmetric ones are known; some files are of the other format than their settings say. Those of 0 wrap around:
-        AutoGPTQ's kernels add 1 modulo the number of codes, gptqmodel adds ones to whole words.
+        Symmetric ones are known, which reveals files whose format contradicts their settings. Zero points of 0 wrap
+        around: AutoGPTQ's kernels add 1 modulo the number of codes, gptqmodel adds ones to whole words.
         """
         bits, middle = scheme.bits, 1 << (scheme.bits - 1)
         if scheme.borrows and scheme.less and not scheme.symmetric and bits != 3:
@@ -280,7 +280,7 @@ class PackedMatrices:
         return torch.full_like(stored, middle)
 
     def _owners(self, name: str, inputs: int, group: int, groups: int) -> Tensor | None:
-        """The group of each input; None where groups are runs of neighboring inputs."""
+        """The group of each input; None if groups are runs of neighboring inputs."""
         if name not in self.files:
             return None
         owners = self.files.tensor(name, (inputs,), (torch.int32, torch.int64)).long()
@@ -336,7 +336,7 @@ class PackedMatrices:
         return _matrix(8, numbers.int() + CENTER[8], scales, zeros, group)
 
     def _spread(self, name: str, numbers: Tensor, outputs: int, inputs: int) -> tuple[Tensor, int]:
-        """[outputs, groups] of numbers per matrix, output, group or block, and how many inputs a group has."""
+        """Numbers per matrix, output, group or block as [outputs, groups], and the number of inputs in a group."""
         if numbers.numel() == 1:
             return numbers.view(1, 1).expand(outputs, 1), inputs
         shape = tuple(numbers.shape)
@@ -389,7 +389,7 @@ class PackedMatrices:
     def _grouped(
         self, name: str, bits: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None
     ) -> GroupedMatrix:
-        """A matrix of torchao; its groups follow from the number of scales."""
+        """A matrix of torchao; the number of scales determines its groups."""
         outputs, inputs = codes.shape
         if scales.dim() != 2 or len(scales) != outputs or inputs % max(scales.shape[1], 1):
             raise self.files.wrong(name, f"has {scales.numel()} scales", f"{outputs} times a divisor of {inputs}")
@@ -400,7 +400,7 @@ class PackedMatrices:
     def _words(self, name: str, shape: tuple[int, int], bits: int, along: int, add: int = 0) -> Tensor:
         """Unpack the codes of int32 words, the lowest bits first, into neighbors along dimension `along`.
 
-        Codes of 3 bits may begin in one word and end in the next. add: to each word, which wraps around.
+        Codes of 3 bits may span two words. add: a number to add to each word, which wraps around.
         """
         words = self.files.tensor(name, shape, WORD) + add
         step = bits if 32 % bits == 0 else 1
@@ -453,7 +453,7 @@ class CheckpointTensors:
         return stacks_of_part(self.part(parameter, plan.shape, library), plan)
 
     def _numbers(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
-        """A matrix that was not quantized."""
+        """A matrix that is not quantized."""
         dtype = self._files.rows(parameter, shape, FLOATS, 0, 1).dtype
         try:
             block = number_format(dtype, shape[1])

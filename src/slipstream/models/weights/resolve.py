@@ -1,4 +1,4 @@
-"""From what a user names to a folder or hub id: the default model is fetched, GGUF files are converted."""
+"""Turns a user's name for a model into a folder or hub id: fetches the default model, converts GGUF files."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from slipstream.models.weights.named_models import short_names, what_to_write
 
 HUB_ADDRESS = re.compile(
     r"https?://(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([^/\s]+/[^/\s?#]+)"
-)  # of a model's page
+)  # address of a model's page
 SIMILAR = 0.75  # difflib's ratio from which a name is taken for a misspelling of another
 
 
 def resolve(source: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
-    """Turn what the user named into a folder or a hub id; fetch or convert what that needs.
+    """Turn a user's name for a model into a folder or a hub id; fetches or converts files if needed.
 
-    options: load options. Raises `UsageError` for what is no model, and for a revision of a local model;
-    `SlipstreamError` for a hub id while the hub cannot be reached, if it was not downloaded before.
+    options: load options. Raises `UsageError` if it is not a model, and for a revision of a local model;
+    `SlipstreamError` for a hub id that is not downloaded yet, while the hub cannot be reached.
     """
     place = place_of(source, str(options.get("subfolder", "")))
     is_local = is_gguf(source) or Path(place).is_dir()
@@ -92,7 +92,7 @@ def place_of(source: str, subfolder: str = "") -> str:
 
 def _why_no_model(path: Path) -> str:
     if path.is_file():
-        return "is a file, and no GGUF file (its first four bytes are not 'GGUF');"
+        return "is a file, but not a GGUF file (its first four bytes are not 'GGUF');"
     if not path.is_dir():
         return "is not a folder;"
     files = sorted(file.name for file in path.iterdir() if file.suffix.lower() == ".gguf")
@@ -100,7 +100,7 @@ def _why_no_model(path: Path) -> str:
 
 
 def _cached(name: str) -> Path:
-    """The folder of a name in the cache, converted again from the file beside it if an older version made it."""
+    """The folder of a name in the cache; converted again from the file next to it if an older version made it."""
     folder = cache_folder() / name
     file = folder.with_name(f"{name}.gguf")
     if not is_converted(folder) and file.is_file():

@@ -1,4 +1,4 @@
-"""The safetensors files of a model: which tensor is where, read one at a time. Nothing in them is trusted."""
+"""Reads the safetensors files of a model, one tensor at a time. Nothing in them is trusted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from slipstream.models.weights.unused_tensors import refuse_unused
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN = ("BF16", "F16", "F32", "F64", "I64", "BOOL")  # types of matrices that are not quantized
-# names of a language model's tensors in a checkpoint that has more parts, and as the language model itself has them
+# tensor names of the language part in a multimodal checkpoint, and the language model's own names
 LANGUAGE_PART = (
     (re.compile(r"^(?:model\.language_model|language_model\.model)\."), "model."),
     (re.compile(r"^language_model\.lm_head\."), "lm_head."),
 )
-LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # fields of configurations
-MAX_HEADER = 100_000_000  # bytes, as the safetensors package has it
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # configuration fields
+MAX_HEADER = 100_000_000  # bytes, the safetensors package's limit
 
 
 def file_of(source: str, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
@@ -48,19 +48,19 @@ def located(files: Mapping[str, Any]) -> dict[str, Any]:
 class CheckpointFiles:
     """The tensors of a model's safetensors files, each from the file that the index names.
 
-    Those of a language part have the names of a language model alone. shapes: by name; used: names that were read or
+    Tensors of a language part are renamed to those of a language model. shapes: by name; used: names that were read or
     marked as read.
     """
 
     def __init__(self, source: str, folder: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
-        """source: as the user named the model; folder: the folder or hub id that it is; options: see `file_of`."""
+        """source: as the user named the model; folder: its folder or hub id; options: see `file_of`."""
         self.source, self.metadata = source, dict[str, str]()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.kinds = dict[str, str]()  # types of numbers, as safetensors calls them
         self.used = set[str]()
         self._files: dict[str, Any] = {}
-        self._places = dict[str, tuple[str, Path, int]]()  # the name in the file, the file, and the tensor's first byte
-        self._copies: list[tuple[str, Any]] = []  # of tensors that are in several files, those that are not read
+        self._places = dict[str, tuple[str, Path, int]]()  # stored name, file, and the tensor's first byte
+        self._copies: list[tuple[str, Any]] = []  # unread copies of tensors that are in several files
         paths, place_of = _paths(source, folder, options)
         for file in paths:
             header, data = self._header(file)
@@ -87,7 +87,7 @@ class CheckpointFiles:
         return name in self._files
 
     def rename(self, renamed: Callable[[str], str]) -> None:
-        """Give tensors the names that the model has for them. renamed: from the name in the files."""
+        """Rename tensors to the model's names. renamed: from a name in the files."""
         tables: Sequence[dict[str, Any]] = (self.shapes, self.kinds, self._files, self._places)
         for name, new in [(name, renamed(name)) for name in self.shapes]:
             if new not in self.shapes:
@@ -124,7 +124,7 @@ class CheckpointFiles:
         return tensor
 
     def entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
-        """Where a matrix [shape] is, for those who read some of its rows again and again."""
+        """The location of a matrix [shape], for callers that often read some of its rows."""
         self.rows(name, shape, FLOATS, 0, 1)  # checks it
         _, file, start = self._places[name]
         return TensorEntry(name, BY_NAME[self.kinds[name]].number, shape, start, file)
@@ -139,7 +139,7 @@ class CheckpointFiles:
         refuse_unused(self.source, (name for name in unused if not self._is_zero_bias(name)), ignored)
 
     def check_copies(self) -> None:
-        """Refuse tensors that two files hold with different numbers: transformers reads the wrong one of them."""
+        """Refuse tensors that differ between two files: transformers reads the wrong one."""
         for name, file in self._copies:
             if not torch.equal(self._whole(name, file), self._whole(name)):
                 raise self.wrong(
@@ -158,7 +158,7 @@ class CheckpointFiles:
         return SlipstreamError(f"model {self.source!r}: tensor {name!r} {problem}; allowed: {allowed}")
 
     def _header(self, file: Path) -> tuple[dict[str, Any], int]:
-        """A file's header, and where its tensors begin, after checking that the file holds them all."""
+        """A file's header, and the position of its first tensor, after checking that the file holds them all."""
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -175,15 +175,15 @@ class CheckpointFiles:
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             refuse_pointers(file)
             raise SlipstreamError(
-                f"model {self.source!r}: {file.name} could not be read: its header is no JSON of tensors"
+                f"model {self.source!r}: {file.name} could not be read: its header is not JSON that describes tensors"
             ) from error
         return header, 8 + length
 
 
 def check_layers(source: str, folder: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Refuse a config.json with more layers than the files have tensors: making them would fill the memory.
+    """Refuse a config.json with more layers than the files have tensors: building them would fill the memory.
 
-    Files without matrices in safetensors are not looked at.
+    Skips models that have no matrices in safetensors files.
     """
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     given = ((part.get(name), name) for part in parts for name in LAYER_COUNTS)
@@ -198,9 +198,9 @@ def check_layers(source: str, folder: str, config: Mapping[str, Any], options: M
 
 
 def check_not_quantized(source: str, folder: str, options: Mapping[str, Any]) -> None:
-    """Refuse matrices of integers or of 8-bit numbers, which transformers would take for the weights themselves.
+    """Refuse integer or 8-bit matrices, which transformers would take for the weights themselves.
 
-    Files without matrices in safetensors are not looked at. Masks have four dimensions.
+    Skips models that have no matrices in safetensors files, and masks, which have four dimensions.
     """
     if not any(file_of(folder, name, options) for name in (SINGLE, INDEX)):
         return
@@ -209,7 +209,7 @@ def check_not_quantized(source: str, folder: str, options: Mapping[str, Any]) ->
         if len(shape) in (2, 3) and files.kinds[name] not in PLAIN:
             raise files.wrong(
                 name,
-                f"is of type {files.kinds[name]}, but config.json has no quantization_config that says what it means",
+                f"is of type {files.kinds[name]}, but config.json has no quantization_config that explains it",
                 f"{', '.join(PLAIN)}, or a quantization_config with its quant_method",
             )
 
@@ -221,12 +221,12 @@ def _in_language_model(name: str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that configurations give a type of numbers."""
+    """The name of a type of numbers in configurations."""
     return str(dtype).removeprefix("torch.")
 
 
 def _paths(source: str, folder: str, options: Mapping[str, Any]) -> tuple[list[Path], dict[str, str]]:
-    """A model's files, and the name of each tensor's file by the index, if there is one."""
+    """A model's files, and each tensor's file name according to the index, if there is one."""
     try:
         if (single := file_of(folder, SINGLE, options)) is not None:
             return [single], {}

@@ -1,4 +1,4 @@
-"""Models on this machine: those in Slipstream's cache folder and those in Hugging Face's."""
+"""Models on this machine, in Slipstream's cache folder and in Hugging Face's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from slipstream.models.weights.named_models import (
 
 log = logging.getLogger("slipstream")
 
-# files of a repository that are not needed: weights in other formats, second copies, and what describes it to people
+# unneeded files of a repository: weights in other formats, second copies, and descriptions for readers
 NOT_NEEDED = (
     *("*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.pdf", ".gitattributes"),
     *("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.tflite", "consolidated*"),
@@ -57,16 +57,16 @@ class StoredModel:
     # the cache it is in, "slipstream" or "hugging face"; "packed": matrices of a GGUF file; "unfinished": downloads
     place: str
     remove: Callable[[], None]  # deletes it
-    gguf: HubModel | None = None  # which files of a repository it is, if it is one of several
+    gguf: HubModel | None = None  # its files in a repository, if that has several models
 
     def to_dict(self) -> dict[str, Any]:
-        """The model as values that JSON knows."""
+        """The model as JSON values."""
         facts = {"name": self.name, "gigabytes": self.num_bytes / 1e9, "modified": self.modified, "place": self.place}
         return {**facts, "architecture": self.architecture, "folder": str(self.folder)}
 
 
 def stored_models() -> list[StoredModel]:
-    """The models of both caches, by name. Logs a warning where Hugging Face's cannot be read."""
+    """The models of both caches, by name. Warns if Hugging Face's cannot be read."""
     return sorted([*_in_cache_folder(), *_packed(), *_in_hub_cache()], key=lambda model: model.name.lower())
 
 
@@ -155,7 +155,7 @@ def _in_repository(name: str, folder: Path) -> list[StoredModel]:
 
 
 def _remove_files(folder: Path, files: Sequence[Path]) -> None:
-    """Delete files of a repository in Hugging Face's cache, and its folder with the last of them."""
+    """Delete files of a repository in Hugging Face's cache; the last one takes the folder with it."""
     locks = folder.parent / ".locks" / folder.name
     for file in files:
         blob = file.resolve()
@@ -170,10 +170,10 @@ def _remove_files(folder: Path, files: Sequence[Path]) -> None:
 
 @contextmanager
 def _no_download(lock_file: Path, file: Path) -> Iterator[None]:
-    """Hold the lock of a file's download. SlipstreamError if another process holds it."""
+    """Hold the lock of a file's download. Raises `SlipstreamError` if another process holds it."""
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     if (lock := locked(lock_file)) is None:
-        raise SlipstreamError(f"{file} is being downloaded by another process; allowed: once that has ended")
+        raise SlipstreamError(f"{file} is being downloaded by another process; allowed: after that has ended")
     try:
         yield
     finally:
@@ -181,7 +181,7 @@ def _no_download(lock_file: Path, file: Path) -> Iterator[None]:
 
 
 def remove_model(name: str) -> StoredModel:
-    """Delete a model from the cache it is in; returns what it was. UsageError if neither cache has it."""
+    """Delete a model from its cache; returns its description. Raises `UsageError` if neither cache has it."""
     models, named = stored_models(), hub_name(name)
     model = next((model for model in models if model.name == name), None)
     if model is None and named is not None:  # a short name, or another way to name a file
@@ -204,8 +204,8 @@ def remove_model(name: str) -> StoredModel:
 def pull_model(name: str) -> Path:
     """Download a model so that it can be used without a network; returns its folder.
 
-    name: a short name, a hub id, or the default model's. Of a repository with GGUF files only the one that is named is
-    fetched, and its path returned. Raises `UsageError` for what cannot be downloaded.
+    name: a short name, a hub id, or the default model's name. For a repository with GGUF files, fetches only the named
+    one and returns its path. Raises `UsageError` for names that cannot be downloaded.
     """
     if name == EMBEDDED:
         from slipstream.models.weights.default_model import embedded_model
@@ -247,9 +247,9 @@ def pull_model(name: str) -> Path:
 
 
 def memory_needed(target: str, draft: str | None) -> int:
-    """About how many bytes of memory a target and its draft model need; downloads what is not on this machine.
+    """About how many bytes of memory a target and its draft model need; downloads them if needed.
 
-    draft: as it is named; None for the one that a short name brings. Raises `UsageError` for what is no model.
+    draft: the user's name for it; None for the one that a short name brings. Raises `UsageError` if it is not a model.
     """
     if draft is None and (named := named_model(target)) is not None:
         draft = named.draft
@@ -258,7 +258,7 @@ def memory_needed(target: str, draft: str | None) -> int:
 
 
 def _weights_bytes(name: str) -> int:
-    """The size of a model's weights on the disk, where they are after this call."""
+    """The size of a model's weights on the disk; downloads them if needed."""
     from slipstream.models.loaded import is_toy
     from slipstream.models.weights.resolve import place_of
 
@@ -289,7 +289,7 @@ def _parts(file: Path) -> list[Path]:
 
 
 def _check_weights(name: str, files: Sequence[str]) -> None:
-    """Refuse a repository without weights that transformers reads; say how to name its GGUF files."""
+    """Refuse a repository without weights for transformers; the message tells how to name its GGUF files."""
     if not any(fnmatch(file, pattern) for file in files for pattern in ("*.safetensors", *PICKLED)):
         models = [f"{name}:{model.label}" for model in models_among(files)]
         allowed = (

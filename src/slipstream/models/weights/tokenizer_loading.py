@@ -27,14 +27,14 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.js
 
 
 def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HFTokenizer | None:
-    """The tokenizer beside a model, or None where there is none (prompts must then be token ids)."""
+    """The tokenizer in a model's folder; None if there is none (then prompts must be token ids)."""
     files, place = options.files, Path(folder) / options.files.get("subfolder", "")
     if Path(folder).is_dir() and not place.is_dir():  # an adapter's subfolder, which its base model does not have
         files, place = {name: value for name, value in files.items() if name != "subfolder"}, Path(folder)
     if place.is_dir() and not any((place / name).exists() for name in FILES):
         return None
     try:
-        if is_converted(place):  # the tokenizer of a GGUF file; other classes would split texts in their own way
+        if is_converted(place):  # a GGUF file's tokenizer; other classes would split text differently
             return HFTokenizer(FileTokenizer.read(place))
         from transformers import AutoTokenizer  # takes seconds
 
@@ -51,9 +51,9 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
 def inspect_vocabulary(source: str) -> VocabularyInfo:
     """The vocabulary of "toy", the default model, a folder, a .gguf file or a hub id; no weights are loaded.
 
-    The default model and GGUF files on the hub are fetched if they are not there. End ids are those of a folder's
-    generation config, else those of the model's configuration. Raises UsageError for what is no model, SlipstreamError
-    for what is unreadable.
+    The default model and GGUF files on the hub are downloaded if needed. End ids come from a folder's generation
+    config, else from the model's configuration. Raises `UsageError` if this is not a model, `SlipstreamError` if it
+    cannot be read.
     """
     if is_toy(source):
         return VocabularyInfo.of(load_toy(source))

@@ -1,4 +1,4 @@
-"""Reading models with transformers: its errors, how to silence it, its classes, and its report on weights."""
+"""Reads models with transformers: its errors, its classes, its report on weights, and silencing it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ SHOWN = 3  # names in a message
 
 @cache
 def reader_errors() -> tuple[type[Exception], ...]:
-    """What transformers, huggingface_hub and safetensors raise on files that are damaged, missing or of another
-    version; called where something was raised, as huggingface_hub takes time to import."""
+    """Errors of transformers, huggingface_hub and safetensors for files that are damaged, missing or of another
+    version.
+
+    Call it only after an error, since importing huggingface_hub takes time.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
     return (
@@ -38,7 +41,7 @@ def reader_errors() -> tuple[type[Exception], ...]:
 
 
 def auto_class(config: Any) -> Any:
-    """The auto class of a configuration: that of causal language models, or of models with images or sounds, too.
+    """The auto class for a configuration: for causal language models, or for multimodal models.
 
     Raises `ValueError` for other configurations.
     """
@@ -47,7 +50,7 @@ def auto_class(config: Any) -> Any:
     for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM):
         if type(config) in auto._model_mapping or auto.__name__ in (getattr(config, "auto_map", None) or {}):
             return auto
-    raise ValueError(f"{type(config).__name__} belongs to no causal language model; allowed: models that write text")
+    raise ValueError(f"{type(config).__name__} is not for a causal language model; allowed: models that generate text")
 
 
 def from_config(config: Any, files: Mapping[str, Any], **options: Any) -> Any:
@@ -57,7 +60,7 @@ def from_config(config: Any, files: Mapping[str, Any], **options: Any) -> Any:
 
 
 def names_in_model(model: Any) -> Callable[[str], str]:
-    """From a tensor's name in files to that of the model's parameter, by the rules of transformers."""
+    """A function from a tensor's name in files to the model's parameter, by transformers' rules."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -102,11 +105,11 @@ def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = 
 
 
 def check_finite(source: str, model: Any) -> None:
-    """Refuse weights that are infinite or no numbers: every logit they reach would be one, too."""
+    """Refuse weights that are infinite or NaN, since logits would be, too."""
     for name, weight in model.named_parameters():
         if not weight.is_floating_point() or weight.itemsize == 1 or weight.is_meta:
             continue
-        # a sum reads each number once and is not finite if one of them is not, or if it overflows
+        # the sum is fast; it is not finite if a number is not, or if it overflows
         if not torch.isfinite(weight.detach().sum()) and not torch.isfinite(weight.detach()).all():
             raise SlipstreamError(
                 f"model {source!r}: tensor {name!r} holds numbers that are not finite; allowed: finite numbers"
@@ -114,7 +117,7 @@ def check_finite(source: str, model: Any) -> None:
 
 
 def wrong_rotation(source: str, config: Any) -> SlipstreamError | None:
-    """The error to raise if a model was not made and its rotary settings are why: transformers names no field."""
+    """The error to raise if rotary settings made building a model fail; transformers' own error names no field."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
@@ -162,7 +165,7 @@ def device_named(device: str) -> torch.device:
     allowed = "allowed: auto, cpu, cuda, cuda:N"
     try:
         named = torch.device(device)
-    except RuntimeError:  # it lists every kind of device that there is
+    except RuntimeError:  # its message lists every type of device
         raise UsageError(f"device={device!r}; {allowed}") from None
     try:
         return torch.empty(0, device=named).device

@@ -1,4 +1,4 @@
-"""Which tensors of a file a model may leave unused. Any other one means other weights, and refuses the file."""
+"""Lists the tensors that a model may leave unused. Any other unused tensor means a different model: it is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from slipstream.errors import SlipstreamError
 
-# patterns that are searched for in names
+# patterns to search for in names
 HARMLESS = tuple(
     map(
         re.compile,
@@ -18,11 +18,11 @@ HARMLESS = tuple(
             r"\b(?:attn|attention)\.(?:masked_bias|causal_mask)$|\battn\.attention\.bias$",
             # scales of keys and values in 8 bits: the cache keeps them in the model's precision
             r"\b(?:self_attn|attention|attn)\.(?:\w+_proj\.)?(?:k|v|kv)_scale$",
-            # layers that predict further tokens, of which texts are drafted
+            # layers that predict further tokens, used only for drafts
             r"\b(?:mtp|nextn)\w*\.",
-            # towers of images and sounds, with which no text is read; the short names are those of GGUF
+            # towers for images and sounds, which text does not use; the short names are GGUF's
             r"\b(?:visual|vision_\w+|audio_\w+|embed_(?:vision|audio)|multi_modal_projector|mm_projector)\.|^(?:v|a|mm)\.",
-            # outputs that are no tokens: of reward models, classifiers and rerankers
+            # output layers of reward models, classifiers and rerankers
             r"^(?:v_head|value_head|score|classifier)\.|^cls(?:\.output)?\.weight$",
         ),
     )
@@ -47,5 +47,5 @@ def refuse_unused(source: str, names: Iterable[str], ignored: Iterable[str] = ()
     if matter:
         raise SlipstreamError(
             f"model {source!r}: {len(matter)} tensors of the file are not used, first {matter[0]}; allowed: tensors "
-            "of its architecture (if it is right without them, load it with transformers and hand the model over)"
+            "of its architecture (if the model is right without them, load it with transformers and pass the object)"
         )

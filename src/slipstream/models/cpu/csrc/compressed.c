@@ -3,10 +3,9 @@
  * The 8 exponent bits of a weight carry little: in a panel of 32 outputs nearly all exponents are among 15 successive
  * ones. A weight is stored as a byte of sign and mantissa and a 4-bit code that counts down from the largest of these
  * exponents. The few weights with other exponents are exceptions, stored whole and restored when a block is expanded. A
- * forward of few tokens waits for its weights, so a quarter less of them is a quarter less time; they are prefetched.
- *
- * A sum runs over the inputs in order, whatever the number of tokens: a token gets the same bits alone and beside
- * others. compression.c describes how the weights are laid out.
+ * forward of few tokens waits for weights from memory, so reading a quarter less saves a quarter of the time.
+ * A sum runs over the inputs in order, whatever the number of tokens, so a token gets the same bits alone and with
+ * others. compression.c describes the layout of the weights.
  */
 #include "kernels.h"
 

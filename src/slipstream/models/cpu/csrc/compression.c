@@ -1,4 +1,4 @@
-/* How bfloat16 weights become 12 bits each, for compressed.c.
+/* Compresses bfloat16 weights to 12 bits each, for compressed.c.
  *
  * data [panels][inputs / 4][192] bytes: the signs and mantissas of two pairs of inputs, 64 bytes each, and 64 bytes of
  * their 4-bit codes, those of the first pair in the low half-bytes and of the second in the high ones. Byte

@@ -1,4 +1,4 @@
-/* What the kernels for bfloat16 weights share. */
+/* Shared by the kernels for bfloat16 weights. */
 #pragma once
 
 #include <string.h>

@@ -1,9 +1,9 @@
 /* Latent attention, for layer_steps.h; see `struct latent`. Everything here but attention treats each token by itself. */
 #include "heads.h"
 
-/* A forward of some tokens. projected [tokens][width]: what the layer's first product has given: queries, or what they are
- * made of, a latent and the rotated part of the key. queries [tokens][step]: the queries. heads [tokens][heads + 1][size]:
- * for attention, which gives attended [tokens][heads][rank]. x, sums: what enters and leaves the products of heads. */
+/* A forward of some tokens. projected [tokens][width]: the first product's result: queries or their own latent, then the
+ * keys' latent and the rotated part of the key. queries [tokens][step]: the queries. heads [tokens][heads + 1][size]: the
+ * input of attention, whose output is attended [tokens][heads][rank]. x, sums: input and output of the heads' products. */
 struct latent_pass {
     const layer_type *layer;
     const number *projected, *cosines, *sines, *queries;

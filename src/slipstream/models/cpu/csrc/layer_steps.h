@@ -43,7 +43,7 @@ static void activate(const layer_type *layer, const number *gate, const number *
     }
 }
 
-/* out = x plus what a part of the layer has computed, all [size]: y, put through the norm if there is one. */
+/* out = x plus the result y of a part of the layer, normalized if there is a norm; all [size]. */
 static void add_residual(const layer_type *layer, const struct norm *norm, const number *x, number *y, number *out) {
     if (norm->weight) normalize(norm, y, layer->hidden, y);
     for (int64_t i = 0; i < layer->hidden; i += LANES) {
@@ -124,7 +124,7 @@ static void activate_token(int64_t t, void *given) {
     activate(of->layer, gate, of->layer->is_gated ? gate + inner : NULL, inner, of->gated + t * inner);
 }
 
-/* The norms of what enters experts that stand beside a dense part. */
+/* The norms of the inputs of experts that are added to a dense part. */
 static void norm_for_experts(int64_t t, void *given) {
     const struct pass *of = given;
     int64_t width = of->layer->hidden, start = t * width;
@@ -132,7 +132,7 @@ static void norm_for_experts(int64_t t, void *given) {
     normalize(&of->layer->before_router, of->out + start, width, of->routed + start);
 }
 
-/* Adds what the dense part has given, in `normed`, to the experts' sum. */
+/* Adds the dense part's result, in `normed`, to the experts' sum. */
 static void add_dense(int64_t t, void *given) {
     const struct pass *of = given;
     const layer_type *layer = of->layer;
@@ -172,7 +172,7 @@ static void end_inputs(int64_t t, void *given) {
     scale_token(of->layer, out);
 }
 
-/* Adds to out [tokens][hidden] what the layer makes of its numbers of a second embedding. */
+/* Adds to out [tokens][hidden] the contribution of a second embedding. */
 static void add_inputs(const layer_type *layer, const cache_type *memory, int64_t tokens, number *out, number *space) {
     number *product = space + tokens * layer->input_size, *rest = product + tokens * layer->hidden;
     struct pass pass = {layer, .gated = space, .product = product, .out = out, .memory = memory};
@@ -236,7 +236,7 @@ void finish_layer(const layer_type *layer, const cache_type *memory, const numbe
     residual_mlp(layer, hidden, attended, tokens, out, attended + tokens * layer->heads * layer->size);
 }
 
-/* Numbers of scratch space of whatever mixes the tokens. length: of the cache. */
+/* Scratch space for mixing tokens, in numbers. length: of the cache. */
 static int64_t mixing_space(const layer_type *layer, int64_t tokens, int64_t length) {
     int64_t bytes = layer->mixer ? mixing_bytes(layer, tokens) : attention_bytes(layer, tokens, length);
     return bytes / (int64_t)sizeof(number);

@@ -1,5 +1,5 @@
-/* What stands in the place of attention in some layers, for layer_steps.h: recurrent mixers, and queries with gates. The
- * recurrence itself is recurrence.c. Everything here treats each token by itself.
+/* Alternatives to plain attention, for layer_steps.h: recurrent mixers, and queries with gates. The recurrence itself is
+ * in recurrence.c. Everything here treats each token by itself.
  */
 
 /* A forward of some tokens through a mixer. x [tokens][width]: what the layer's first product has given. inputs [tokens]
@@ -77,7 +77,7 @@ static void mix(const layer_type *layer, const cache_type *memory, const number 
     for_each(tokens, tokens > FEW, gate_outputs, &mixing);
 }
 
-/* Of a layer with gates, or whose keys are its values, too: copies queries, keys and values to where attention finds
+/* For layers with gates, or whose keys are also the values: copies queries, keys and values to where attention expects
  * them. */
 static void part_heads(int64_t t, void *given) {
     const struct mixing *of = given;

@@ -1,6 +1,5 @@
-/* Exponential races (core/rng.py): which tokens can win, so that the others' noise need not be computed; which token
- * wins for certain, so that the distribution need not be computed, either; and which two lead, with noise that is
- * nearly exact. */
+/* Exponential races (core/rng.py). Finds the tokens that can win, so that the others need no noise; the token that wins
+ * for certain, which also saves computing the distribution; and the two leaders, with noise that is nearly exact. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -105,8 +104,8 @@ static inline float highest_score(const void *scores, int64_t is_bfloat16, int64
     return best;
 }
 
-/* Whether top_k, top_p and min_p certainly keep a token, in whatever order tokens of about the same probability come.
- * probs: in units of the greatest. */
+/* True if top_k, top_p and min_p certainly keep a token, whatever the order of tokens with nearly equal probabilities.
+ * probs: relative to the largest. */
 static int32_t is_kept(const float *probs, int64_t tokens, int64_t token, int64_t top_k, float top_p, float min_p) {
     if (tokens > MOST) return 0;
     float least = probs[token] * (1 - (float)ROUNDING), sums[AT_ONCE] = {0}, sums_above[AT_ONCE] = {0};

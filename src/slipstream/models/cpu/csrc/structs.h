@@ -20,7 +20,7 @@ enum {
     MAX_TAPS = 8           /* tokens that a channel of a convolution sees */
 };
 
-/* The matrix of a bfloat16 layer: 12 bits a weight, see compressed.c, or panels of a block format, which have `data`
+/* The matrix of a bfloat16 layer: 12 bits per weight, see compressed.c, or panels of a block format, which have `data`
  * but no tables, offsets and exceptions. bias: [outputs] or NULL. */
 enum { TWELVE_BITS = -1 };
 struct linear {
@@ -32,39 +32,38 @@ struct linear {
 };
 
 /* A norm. weight: [size], NULL if there is no norm; bias: [size] or NULL. is_centered: LayerNorm, which subtracts the mean;
- * else root mean square norm. rounds_first: of a bfloat16 layer, whether it rounds before it multiplies by the weight,
- * too. */
+ * else RMSNorm. rounds_first: in bfloat16 layers, rounds before multiplying by the weight, too. */
 struct norm {
     const float *weight, *bias;
     float eps;
     int32_t rounds_first, is_centered;
 };
 
-/* The numbers and switches of a layer; see `LayerPlan` of plan.py. heads: query heads; key_heads each of keys and values
- * follow them. rotated: how many of the numbers of a head are. The gate's activation is
- * x / (1 + exp(-(slope * x + cubic * x^3))): SiLU, or GELU by its tanh formula; if `squares`, max(x, 0)^2. mixer: what
- * mixes the tokens in place of attention; NULL in most layers. `qkv` computes all that it takes, `out` takes what it gives.
- * scale: a factor of what leaves the layer. shares_values: keys, as they are before their norm, are the values, too.
- * reuses_keys: the layer has queries only, and attends to keys and values that an earlier one has written. input_size: how
- * many numbers a second embedding gives the layer for each token; 0: there is none. parts_pairs: numbers that were rotated
- * in pairs stand in two halves afterwards. rotates_first: heads are rotated before their norms. gate_size: how many gates
- * each head has after all values: one for each of its numbers, or 1; 0: none. */
+/* The numbers and switches of a layer; see `LayerPlan` in plan.py. heads: query heads, followed by key_heads each of keys
+ * and values. rotated: numbers of a head that are rotated. The gate's activation is
+ * x / (1 + exp(-(slope * x + cubic * x^3))), that is SiLU, or GELU's tanh approximation; if `squares`, max(x, 0)^2.
+ * mixer: replaces attention; NULL in most layers. `qkv` computes its inputs, `out` takes its outputs. scale: a factor of
+ * the layer's output. shares_values: the keys before their norm are also the values. reuses_keys: the layer has only
+ * queries, and attends to keys and values of an earlier layer. input_size: numbers per token from a second embedding; 0:
+ * there is none. parts_pairs: numbers rotated in pairs are moved to two halves. rotates_first: heads are rotated before
+ * their norms. gate_size: gates of each head, after all values: one for each of its numbers, or 1; 0: none. */
 #define LAYER_NUMBERS                                                                                   \
     int64_t hidden, inner, heads, key_heads, size, rotated, input_size, gate_size;                      \
     float slope, cubic, residual, soft_cap, scale;                                                      \
     int32_t rotates_pairs, grows_queries, norms_all_heads, is_gated, is_parallel, gates_queries, shares_values, \
         reuses_keys, parts_pairs, rotates_first, squares
 
-/* The norms of heads, and those around the two parts of a layer. Where experts stand beside a dense part, their inputs,
- * their router's, and what both parts give may have norms of their own. after_input: of what comes of a second embedding. */
+/* The norms of heads, and those around the two parts of a layer. If a layer adds experts and a dense part, the inputs of
+ * the experts and of their router, and the outputs of both parts, may have norms. after_input: of what a second embedding
+ * adds. */
 #define LAYER_NORMS                                                                                     \
     struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward, \
         values, before_router, before_experts, after_experts, after_dense, after_input
 
-/* sinks: for each query head a score that counts among those of the positions, but has no value; NULL if there are none.
- * experts: the feed-forward part of a mixture; else NULL. If `inner` is not 0, gate_up and down stand beside them, and
- * the sums of both are added. input_gate, input_projection: of a layer with a second embedding. latent: of latent
- * attention, else NULL; then queries_up may make queries of what the first product has given for them. */
+/* sinks: for each query head an extra score without a value; NULL if there are none. experts: of a mixture, else NULL; if
+ * `inner` is not 0, a dense part (gate_up, down) is computed, too, and both results are added. input_gate,
+ * input_projection: for a second embedding. latent: for latent attention, else NULL; then queries_up may project the
+ * queries' own latent, which the first product computes, to queries. */
 struct layer {
     struct linear qkv, out, gate_up, down, input_gate, input_projection, queries_up;
     LAYER_NORMS;
@@ -80,7 +79,7 @@ struct layer {
  * position forks[token] those at the place of the same number, from there on those at the places paths[begins[token]],
  * paths[begins[token] + 1], ... forks is NULL if all places are positions. segments: the tokens of each of `rows` rows;
  * a mixer's memory are the latest inputs, in `keys`, and states, in `values`. inputs: the layer's numbers of a second
- * embedding for the first token; those of each next one begin input_step numbers further. */
+ * embedding for the first token; those of the next token begin input_step numbers later. */
 struct kv_cache {
     uint16_t *keys, *values;
     int64_t length, window; /* window: how many positions a token sees, itself included; 0 for all */
@@ -93,8 +92,8 @@ struct kv_cache {
 };
 
 /* One of the layers that are computed in one call: its struct, and its own part of the cache. entering: memory
- * [slots][length][hidden] for the hidden states that enter it, NULL if nobody reads them. rotation: the number of its
- * cosines and sines among those of the call. */
+ * [slots][length][hidden] for the hidden states that enter it, NULL if they are not kept. rotation: index of its cosines
+ * and sines among those of the call. */
 struct stacked_layer {
     const void *layer;
     void *keys, *values, *entering;
@@ -112,11 +111,12 @@ struct recurrence {
     float least_step;
 };
 
-/* A recurrent layer's mixer. Of the numbers that the layer's first product gives a token, the channels begin at `channels`,
- * numbers to multiply them by at `factors` (-1: there are none), the gates of the recurrence at `gates`, those of its
- * outputs at `rest`. Outputs are normalized in groups of `group` and multiplied by the SiLU of their gates, afterwards or,
- * if gates_first, before, and then norm has a weight for each output, not only for those of a group. norm: NULL: outputs
- * are not normalized, and multiplied by the gates themselves. places: where each group goes; NULL: in order. */
+/* A recurrent layer's mixer. channels, factors, gates, rest: offsets in a token's numbers from the layer's first product:
+ * of the channels, of numbers that multiply them (-1: there are none), of the recurrence's gates, and of the gates of its
+ * outputs. Outputs are normalized in groups of `group`, then multiplied by the SiLU of their gates; if gates_first,
+ * multiplied first, and then norm has a weight for every output, not one for each output of a group. norm: if NULL,
+ * outputs are not normalized, and multiplied by the gates themselves. places: index to which each group is written;
+ * NULL: in order. */
 struct mixer {
     const struct recurrence *recurrence;
     const float *norm;
@@ -126,7 +126,7 @@ struct mixer {
     int32_t gates_first;
 };
 
-/* A row's part of a forward: `count` tokens of `slot` from position `start` on. known: the position of the kept state;
+/* A row's tokens in a forward: `count` tokens of `slot` from position `start` on. known: the position of the kept state;
  * keep: the position whose state replaces it. */
 struct segment {
     int64_t slot, start, count, known, keep;
@@ -137,11 +137,11 @@ struct segment {
 void advance_states(const struct recurrence *r, const struct segment *segments, int64_t rows, const void *x, void *ring,
                     float *states, float *out);
 
-/* Of the kernels for quantized files, blocks/.
+/* The rest is for quantized files, see blocks/.
  *
  * A panel is 16 outputs of a part of a linear layer, block by block: a block's scales, then the codes of its inputs, 32
- * inputs at a time. A panel is read from beginning to end, since that is what processors prefetch best. blocks.h lists
- * how codes and scales are arranged. Of weights in floating point, the 16 of an input stand together.
+ * inputs at a time. A panel is read from beginning to end, since that is what processors prefetch best. blocks.h describes
+ * the layout of codes and scales. In floating-point panels, the 16 weights of each input are adjacent.
  */
 enum {
     SUPER = 256,            /* most inputs of a block in a GGUF file */
@@ -187,33 +187,33 @@ struct block_part {
     const float *scale;
 };
 
-/* Rows of a file, a multiple of 16 except at the end of a part. start: the place of their first byte in the file; to:
+/* Rows of a file, a multiple of 16 except at the end of a part. start: the offset of their first byte in the file; to:
  * zeroed memory for their panels. */
 struct file_piece {
     int64_t format, rows, inputs, start;
     uint8_t *to;
 };
 
-/* A linear layer of parts, whose outputs follow each other. bias: [outputs] or NULL. */
+/* A linear layer of parts, whose outputs are concatenated. bias: [outputs] or NULL. */
 struct block_linear {
     int64_t inputs, outputs, num_parts;
     const struct block_part *parts;
     const float *bias;
 };
 
-/* A matrix of each expert of a layer. data: where the panels of each begin. bias: [experts][outputs] or NULL. scales:
- * [experts], what multiplies all weights of each, or NULL. */
+/* One matrix of every expert of a layer. data: the panels of each. bias: [experts][outputs] or NULL. scales: [experts],
+ * a factor of all weights of each, or NULL. */
 struct expert_matrix {
     int64_t format;
     const uint8_t *const *data;
     const float *bias, *scales;
 };
 
-/* Latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1). Of a token the cache keeps, for all heads together,
- * `rank` numbers, its latent, in the place of keys, and in that of values the part of its key that is rotated. The matrices
- * that would make a head's keys and values of them are applied to its queries and to what it attends to instead: to_latent
- * [rank][plain], from_latent [values][rank]. A query has `plain` numbers that are not rotated, then those that are. planes:
- * of activations. */
+/* Latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1). For each token the cache keeps one latent of `rank`
+ * numbers for all heads, in place of keys, and the rotated part of the token's key, in place of values. The model would
+ * project latents to a head's keys and values; instead, to_latent [rank][plain] is applied to the head's queries, and
+ * from_latent [values][rank] to attention's results. A query has `plain` numbers that are not rotated, then rotated ones.
+ * planes: of activations. */
 struct latent {
     int64_t rank, plain, values, planes;
     struct expert_matrix to_latent, from_latent;
@@ -225,20 +225,20 @@ struct expert_set {
     struct expert_matrix gate, up, down;
 };
 
-/* Where the matrix of a layer's first expert begins in a file, and how many bytes further each next one does. */
+/* The offset in a file of the matrix of a layer's first expert, and the bytes from one expert's matrix to the next. */
 struct expert_rows {
     int64_t file, start, step;
 };
 
-/* An expert in memory, which `owner` has; used: by which forward last. */
+/* An expert in memory, of the layer `owner`; used: the last forward that used it. */
 struct expert_slot {
     struct stored_experts *owner;
     int64_t expert, used;
 };
 
-/* Memory for the experts of a model that are in use: `count` slots of `bytes` bytes. An expert is packed when a forward
- * needs it and no slot holds it, in the slot that was used least recently. forwards: how many there were, of all layers;
- * packed: how many experts they packed; failed: 1 if a file could not be read, 2 if a number in it is not finite. */
+/* Memory for the experts in use: `count` slots of `bytes` bytes. If a forward needs an expert that no slot holds, it is
+ * packed into the least recently used slot. forwards: number of forwards of layers so far; packed: number of experts that
+ * they packed; failed: 1 if a file could not be read, 2 if a number in it is not finite. */
 struct expert_store {
     uint8_t *memory;
     struct expert_slot *slots;
@@ -246,25 +246,25 @@ struct expert_store {
     _Atomic int64_t failed;
 };
 
-/* The experts of a layer in a store. places: of each expert, the number of its slot, or -1. */
+/* The experts of a layer in a store. places: each expert's slot, or -1. */
 struct stored_experts {
     struct expert_store *store;
     int64_t *places;
     struct expert_rows gate, up, down;
 };
 
-/* The feed-forward part of a layer of which each token uses some experts. See blocks/experts.c.
+/* A layer's experts, a few of which each token uses. See blocks/experts.c.
  *
  * router: numbers [count][hidden]; its products with a token, plus router_bias, are the token's logits. Scores are the
- * logits' sigmoids or their softmax. The `used` experts of the largest logits are chosen or, with a choice_bias, of the
- * largest sums of score and bias; if used_groups is less than groups, from so many of the groups of successive experts, those
- * in which the largest of these numbers or, of sigmoids, the sum of the largest two is largest. If `normalizes`, scores are divided by `floor` plus the sum of
- * those of the chosen ones; then they are multiplied by `factor`. shared: one expert that all tokens use, with the
- * factor sigmoid(shared_gate * x), or 1; none if `inner` is 0. The activation is
- * g / (1 + exp(-(slope * g + cubic * g^3))) * (u + shift), where g is at most `limit` and u lies within it. reads: how
- * many experts' matrices have been read so far, the shared one not counted. forced: NULL, or [num_forced][used]: the
- * experts that tokens use instead, different ones for each token; after the last token's come the first one's again.
- * stored: where the routed experts are packed when they are needed; NULL if all are in memory. */
+ * logits' sigmoids or their softmax. The `used` experts with the largest logits are chosen or, with a choice_bias, those
+ * with the largest sums of score and bias. If used_groups is less than groups, they come from used_groups of the groups of
+ * successive experts: those with the largest number or, for sigmoids, the largest sum of two numbers. If `normalizes`,
+ * scores are divided by `floor` plus the sum of the chosen experts' scores; then they are multiplied by `factor`. shared:
+ * one expert that all tokens use, with the factor sigmoid(shared_gate * x), or 1; none if `inner` is 0. The activation is
+ * g / (1 + exp(-(slope * g + cubic * g^3))) * (u + shift), with g clamped to at most `limit`, and u to -limit to limit.
+ * reads: number of experts whose matrices have been read so far, without the shared one. forced: NULL, or
+ * [num_forced][used]: the experts that tokens use instead, different ones for each token, repeated from the first row
+ * after the last. stored: store into which routed experts are packed when needed; NULL if all are in memory. */
 struct experts {
     int64_t hidden, count, used, planes;
     struct block_part router;
@@ -278,14 +278,14 @@ struct experts {
     struct stored_experts *stored;
 };
 
-/* out [tokens][hidden] = the experts' sum for x [tokens][hidden]. routed: what the router reads instead of x; NULL: x.
- * chosen: [tokens][used], which were used, ascending; NULL if nobody asks. space: `experts_scratch` bytes that begin at a
- * multiple of 64. */
+/* out [tokens][hidden] = the experts' weighted sum for x [tokens][hidden]. routed: the router's input; NULL: x. chosen:
+ * [tokens][used], set to the experts that were used, ascending; may be NULL. space: `experts_scratch` bytes, aligned to
+ * 64. */
 void multiply_experts(const struct experts *of, const float *x, const float *routed, int64_t tokens, int32_t *chosen,
                       float *out, uint8_t *space);
 int64_t experts_scratch(const struct experts *of, int64_t tokens);
 
-/* Scratch memory from its first multiple of 64 on. */
+/* Scratch memory, aligned to 64 bytes. */
 static inline uint8_t *from_64(const void *space) { return (uint8_t *)(((uintptr_t)space + 63) / 64 * 64); }
 
 /* planes: of activations, 1 (int8) or 2 (int15). */

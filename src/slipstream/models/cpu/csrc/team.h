@@ -1,5 +1,5 @@
-/* Threads that work on a task together: those of the OpenMP that the process has loaded (PyTorch's), so that both share
- * one set of threads, or else a small pool of our own. */
+/* Threads that work on a task together: those of the process's OpenMP, which PyTorch has loaded, so that both share one
+ * set of threads; without it, a small pool of our own. */
 #pragma once
 
 #include <stdatomic.h>
@@ -19,13 +19,13 @@ typedef void item_function(int64_t item, void *of);
 /* Calls the function in every thread of a team; returns when all calls have returned. */
 void in_team(team_function *function, void *of);
 
-/* Calls the function in this thread only. Other threads stand ready until it returns, so its teams start faster. */
+/* Calls the function in this thread only. Other threads stay ready until it returns, so its teams start faster. */
 void keep_team(void (*function)(void *of), void *of);
 
 /* Calls the function for items 0 to count - 1, in every thread of a team or, unless `shared`, in this one only. */
 void for_each(int64_t count, int shared, item_function *function, void *of);
 
-/* Waits until every thread of the team has come here. */
+/* Waits until every thread of the team has reached this call. */
 static inline void wait_for_team(const struct member *me) {
     if (me->count > 1) me->wait();
 }
@@ -38,9 +38,9 @@ static inline int64_t share_of(const struct member *me, int64_t count, int64_t n
 /* Takes the next of the items that all threads take from one counter; returns its number. */
 static inline int64_t take(_Atomic int64_t *next) { return atomic_fetch_add_explicit(next, 1, memory_order_relaxed); }
 
-/* How many items have been taken of each thread's share; zeros at first. Threads take items from their own share first
- * and then from those of others. So a slow core, or a thread that waits for its core, does not set the pace, and the
- * other threads mostly read the same memory in every forward. */
+/* The number of items taken from each thread's share; zeros at first. Threads take items from their own share first, then
+ * from others'. So a slow core, or a thread that waits for its core, does not set the pace, and threads mostly read the
+ * same memory in every forward. */
 enum { SHARES = 64, HANDED_OUT = 65536 /* bytes of panels in an item, unless there are few panels */ };
 struct shares {
     _Alignas(64) _Atomic int64_t taken[SHARES];

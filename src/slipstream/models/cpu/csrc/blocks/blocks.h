@@ -1,4 +1,4 @@
-/* What the kernels for quantized files share. */
+/* Shared by the kernels for quantized files. */
 #pragma once
 
 #include <stddef.h>
@@ -8,7 +8,7 @@
 #include "../team.h"
 #include "simd.h"
 
-/* How the scales of a block stand in a panel, each for 16 outputs: float16 numbers first, then bytes. */
+/* The layout of a block's scales in a panel, each for 16 outputs: float16 numbers first, then bytes. */
 enum scaling {
     ONE_SCALE,
     WITH_MINIMUM,       /* a scale and a minimum */
@@ -173,7 +173,7 @@ ALWAYS void fetch(const uint8_t *from, const int64_t bytes, const int rows) {
 void attend(const struct float_layer *layer, const struct kv_cache *m, const float *heads, int64_t tokens, float *out,
             void *space);
 
-/* How many places a tile of this many tokens has: one of the numbers that the products are compiled for. */
+/* The places in a tile for this many tokens: one of the numbers for which the products are compiled. */
 static inline int places(int64_t tokens) { return tokens >= 7 ? 8 : tokens == 5 ? 6 : (int)tokens; }
 
 /* A tile's bytes of 32 inputs: codes [8 vectors][planes][places][4], then per place the scale, the scaled sum, and the
