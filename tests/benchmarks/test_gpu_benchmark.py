@@ -24,8 +24,8 @@ def test_the_gpu_benchmark_runs_on_tiny_models(
     options = ["--small", "--acceptance", "0.6", "--json", str(out)]
     code, printed, err = run_main(capsys, monkeypatch, lambda: terminal.run(gpu.main), *options)
     assert code == 0, err
-    assert printed.splitlines()[-1] == out.read_text().strip()
     result = json.loads(out.read_text())
+    assert json.loads(printed.splitlines()[-1]) == result
     for rows, arms in result["batches"].items():
         by_arm = {arm["arm"]: arm for arm in arms}
         assert len(by_arm) == (10 if rows == "1" else 9)
