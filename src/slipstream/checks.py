@@ -163,10 +163,13 @@ def read_json(what: str, file: Path) -> Any:
         raise UsageError(f"{what} {str(file)!r} cannot be read: {why_unreadable(error)}") from error
 
 
-def check_fields(where: str, item: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Raise UsageError, which `where` begins, unless a JSON object has these fields, each of its kind (a type)."""
+def check_fields(where: str, item: Mapping[str, Any], kinds: Mapping[str, Any], low: int = 0) -> None:
+    """Raise UsageError unless a JSON object has these fields.
+
+    where: the beginning of the message. kinds: the type of each field. low: the smallest number allowed in them.
+    """
     for name, kind in kinds.items():
-        if name not in item or not _fits(item[name], kind, -1 if name == "parents" else 0):
+        if name not in item or not _fits(item[name], kind, low):
             value = repr(item[name])[:60] if name in item else "nothing"
             raise UsageError(f"{where}: {name} is {value}; allowed: {inspect.formatannotation(kind)}")
 

@@ -33,7 +33,7 @@ from slipstream.text.results import Stats
 from slipstream.version import __version__
 
 FILE = "runs.jsonl"
-# the kinds of the settings that are read from a header, and of a round's parts; see `compact`
+# types of the settings that are read from a header, and of a round's parts as `compact` writes them
 SETTINGS = {
     **dict.fromkeys(("target", "reference"), str),
     **dict.fromkeys(("params", "config"), dict[str, Any]),
@@ -44,7 +44,7 @@ SETTINGS = {
 }
 ROUND = {
     **dict.fromkeys(("row", "step", "start", "accepted"), int),
-    **dict.fromkeys(("draft", "tokens", "parents", "path"), list[int]),
+    **dict.fromkeys(("draft", "tokens", "path"), list[int]),
     "rejected": bool,
     "seconds": list[float],
 }
@@ -178,23 +178,33 @@ def _made(cls: Any, kind: str, line: bytes, folder: Path, number: int) -> Any:
         raise UsageError(f"{where}: not a benchmark's {kind}; allowed: kind {kind!r} with {', '.join(names)}")
     check_fields(where, item, get_type_hints(cls))
     if cls is Header:
-        settings = item["settings"]
-        check_fields(
-            f"{where}: settings", settings, {name: kind for name, kind in SETTINGS.items() if name in settings}
-        )
-    if item.get("stats") is not None:
-        check_fields(f"{where}: stats", item["stats"], get_type_hints(Stats))
-    for index, round in enumerate(item.get("rounds") or ()):
-        check_fields(f"{where}: rounds[{index}]", {"parents": [], "path": [], **round}, ROUND)
-    if cls is Run and item["error"] is None:
-        counts = {name: len(item[name]) for name in ("prompts", "texts", "verdicts")}
-        if len(set(counts.values())) > 1 or not item["seconds"]:
-            raise UsageError(
-                f"{where}: seconds={item['seconds']} with {counts}; allowed: seconds above 0, and as many of each"
-            )
-        if item["num_output_tokens"] != sum(map(len, item["texts"])):
-            raise UsageError(f"{where}: num_output_tokens={item['num_output_tokens']}; allowed: the texts' length")
+        _check_settings(where, item["settings"])
+    else:
+        _check_run(where, item)
     return cls(**item)
+
+
+def _check_settings(where: str, settings: Mapping[str, Any]) -> None:
+    check_fields(f"{where}: settings", settings, {name: SETTINGS[name] for name in SETTINGS if name in settings})
+
+
+def _check_run(where: str, run: Mapping[str, Any]) -> None:
+    """Raise UsageError unless the parts of a run agree, and are those that `compact` and `Stats.to_dict` write."""
+    if run["stats"] is not None:
+        check_fields(f"{where}: stats", run["stats"], get_type_hints(Stats))
+    for index, recorded in enumerate(run["rounds"] or ()):
+        round = {"parents": [], "path": [], **recorded}
+        check_fields(f"{where}: rounds[{index}]", round, ROUND)
+        check_fields(f"{where}: rounds[{index}]", round, {"parents": list[int]}, low=-1)  # -1: the root
+    if run["error"] is not None:
+        return
+    counts = {name: len(run[name]) for name in ("prompts", "texts", "verdicts")}
+    if len(set(counts.values())) > 1 or not run["seconds"]:
+        raise UsageError(
+            f"{where}: seconds={run['seconds']} with {counts}; allowed: seconds above 0, and as many of each"
+        )
+    if run["num_output_tokens"] != sum(map(len, run["texts"])):
+        raise UsageError(f"{where}: num_output_tokens={run['num_output_tokens']}; allowed: the texts' length")
 
 
 def make_header(

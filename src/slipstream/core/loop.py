@@ -179,7 +179,7 @@ class Engine:
         return self.target.has_read(row)
 
     def _model_reads(self, row: Row, running: Sequence[Row]) -> bool:
-        """True if the draft model will read a new row: it has begun to, or will probably draft in that row's batch."""
+        """True if the draft model will read a new row: it has begun to, or the batch will probably use its drafts."""
         has_begun = self.draft_session is not None and self.draft_session.holds(row)
         return has_begun or (self.reads_ahead and any(map(self._expects_drafts, (row, *running))))
 

@@ -16,8 +16,7 @@ from slipstream.core.types import Row
 
 PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
 IDLE_BUDGETS = 8  # budgets that a step reads while no row is being decoded, but others may come
-# in every other step, a row that lacks at most one in this many of the tokens that the first row lacks is read first
-QUICK_SHARE = 4
+QUICK_SHARE = 4  # every other step begins with a row that lacks at most a quarter of the tokens the first row lacks
 
 
 class Scheduler:
