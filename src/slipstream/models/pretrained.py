@@ -36,13 +36,13 @@ from slipstream.models.cuda.indexed_cache import WIDTHS
 from slipstream.models.cuda.triton_layer import uses_kernels
 from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.decoder.fused_linear import called_by_none, fuse, linear_calls
+from slipstream.models.decoder.recurrent_mixers import order_outputs, recurrent_layers
 from slipstream.models.draft_vocabulary import Restriction
 from slipstream.models.generation_settings import end_ids
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import make_faster
 from slipstream.models.hf.model_view import ModelView, unwrapped
 from slipstream.models.hf.own_caches import OwnCacheBackend
-from slipstream.models.hf.recurrent_mixers import order_outputs, recurrent_layers
 from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backend, why_not_on_slots
 from slipstream.models.hf.supported_models import not_by_position, without_weights
 from slipstream.models.hf.trials import OwnLogits, PassedTrials, passed_trials

@@ -23,8 +23,8 @@ from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.families import plan_of
 from slipstream.models.decoder.fused_layer import FusedLayer, fused_layers
 from slipstream.models.decoder.plan import LayerPlan, NormPlan, UnknownLayerError
+from slipstream.models.decoder.recurrent_mixers import recurrent_states
 from slipstream.models.decoder.rotary import RotaryAngles
-from slipstream.models.hf.recurrent_mixers import recurrent_states
 
 FULL = "full_attention"
 # types whose plan describes the whole model, with transformers' class; tests compare both

@@ -23,9 +23,9 @@ from slipstream.models.cpu.block_experts import ModelExperts, store_of
 from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
 from slipstream.models.decoder.cache import SlotCache, SlotLayer, TreeRows, given_cache, lay_out, tree_rows
+from slipstream.models.decoder.recurrent_mixers import recurrent_states
 from slipstream.models.hf import decoder_layers
 from slipstream.models.hf.prepared_inputs import cache_name, input_device, vocab_size_of
-from slipstream.models.hf.recurrent_mixers import recurrent_states
 from slipstream.models.hf.rotations_by_length import drops_cache, rotate_by_length, texts_are_long
 from slipstream.models.hf.thresholds import longest_text
 

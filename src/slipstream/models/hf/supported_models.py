@@ -13,9 +13,9 @@ from slipstream.errors import UsageError, one_line
 from slipstream.models.decoder.attention import GROUPED, STATEFUL, unmasked_window
 from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.decoder.families import KINDS
+from slipstream.models.decoder.recurrent_mixers import recurrent_layers
 from slipstream.models.hf import interfaces  # noqa: F401 (registers grouped attention)
 from slipstream.models.hf.prepared_inputs import STATES, cache_name, prepares_inputs_differently
-from slipstream.models.hf.recurrent_mixers import recurrent_layers
 
 # the last one, in transformers from 5.23 on, reads another layer's keys
 NAMES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
