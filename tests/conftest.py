@@ -3,6 +3,8 @@
 import gc
 import logging
 import os
+import signal
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere
 # before torch is imported anywhere: commands that tests start also compute with one thread
@@ -53,6 +55,35 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder."""
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+def _process_state() -> dict[str, Any]:
+    """What a test could leave changed for those after it, in whatever order they run."""
+    import torch
+
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGPIPE)
+    return {
+        "recursion limit": sys.getrecursionlimit(),
+        "folder": os.getcwd(),
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "signal handlers": {number.name: signal.getsignal(number) for number in handled},
+        "search path": list(sys.path),
+        "standard type": torch.get_default_dtype(),
+        "precision of float32": torch.get_float32_matmul_precision(),
+        "oneDNN": torch.backends.mkldnn.enabled,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process() -> Iterator[None]:
+    """Each test leaves the process as it found it."""
+    before = _process_state()
+    yield
+    changed = [name for name, value in _process_state().items() if value != before[name]]
+    sys.setrecursionlimit(before["recursion limit"])
+    assert not changed, f"the test leaves changed: {', '.join(changed)}"
 
 
 @pytest.fixture(autouse=True)
