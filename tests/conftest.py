@@ -30,6 +30,8 @@ from tests.support.processes import PATIENCE
 # PyTorch and the models are imported in functions, so that the process that distributes tests never loads them
 
 OWN_CACHE = "SLIPSTREAM_TESTS_CACHE"
+# variables that a command or a library sets at its first use, for good
+SET_FOR_GOOD = {"TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_VERBOSITY", "TORCHINDUCTOR_CACHE_DIR"}
 USERS_CACHE = os.environ.get("SLIPSTREAM_MODELS")
 FEW_TURNS = 3  # how often each forward of a small model is timed
 MOST_POSITIONS = 64  # that the trials of forward shapes compare, where the trials themselves are tested
@@ -65,8 +67,8 @@ def _process_state() -> dict[str, Any]:
     return {
         "recursion limit": sys.getrecursionlimit(),
         "folder": os.getcwd(),
-        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
-        "signal handlers": {number.name: signal.getsignal(number) for number in handled},
+        **{name: value for name, value in os.environ.items() if name not in {*SET_FOR_GOOD, "PYTEST_CURRENT_TEST"}},
+        **{number.name: signal.getsignal(number) for number in handled},
         "search path": list(sys.path),
         "standard type": torch.get_default_dtype(),
         "precision of float32": torch.get_float32_matmul_precision(),
@@ -81,8 +83,8 @@ def unchanged_process() -> Iterator[None]:
     """Each test leaves the process as it found it."""
     before = _process_state()
     yield
-    changed = [name for name, value in _process_state().items() if value != before[name]]
-    sys.setrecursionlimit(before["recursion limit"])
+    after = _process_state()
+    changed = [name for name in before | after if before.get(name) != after.get(name)]
     assert not changed, f"the test leaves changed: {', '.join(changed)}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +233,7 @@ LOGGED = [replace(GREEDY, logprobs=2)] * 3
 def check_same(decoder: SpeculativeDecoder) -> None:
     """The texts and log-probabilities are those of plain decoding, and drafts were accepted."""
     results, plain = decoder.generate(PROMPTS, LOGGED), plain_decoder().generate(PROMPTS, LOGGED)
+    assert all(result.error is None for result in results)
     assert any(round.num_accepted_tokens for result in results for round in result.rounds)
     assert [(r.token_ids, r.logprobs) for r in results] == [(r.token_ids, r.logprobs) for r in plain]
 
@@ -255,9 +256,10 @@ class Watching:
     """Drafts what plain decoding writes, and does something to what it observes."""
 
     write: Callable[[Sequence[Row], Draft, Any, Any], object]
+    plain: list[Result] = field(default_factory=lambda: plain_results())
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
-        texts = [prompt + result.token_ids for prompt, result in zip(PROMPTS, plain_results(), strict=True)]
+        texts = [prompt + result.token_ids for prompt, result in zip(PROMPTS, self.plain, strict=True)]
         place = [[text[: len(row.tokens)] == row.tokens for text in texts].index(True) for row in rows]
         first = [len(row.tokens) for row in rows]
         lists = [texts[i][at : at + n] for i, at, n in zip(place, first, lengths, strict=True)]

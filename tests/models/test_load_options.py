@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,10 @@ CODE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("code_part", CODE)
-def test_code_of_a_repository_runs_where_it_is_trusted(code_part: str, folder: Path, questions: list[str]) -> None:
+def test_code_of_a_repository_runs_where_it_is_trusted(
+    code_part: str, folder: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])  # transformers adds the folder of such code
     with_code(folder, **CODE[code_part])
     decoder = SpeculativeDecoder(str(folder), load_options={"trust_remote_code": True}, **LOADING)
     assert decoder.generate(PROMPT, PARAMS).token_ids == reference(model_of_seed(0), PROMPT, 12)

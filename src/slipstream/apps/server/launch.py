@@ -163,7 +163,8 @@ def serve(
     with _listening(settings) as listener:
         sources = [replace(source, load=partial(_uncollected, source.load)) for source in sources]
         server = Server(settings, sources, on_ready, cores, _end_in)
-        if HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN:  # as after nohup
+        on_hangup = None if HANGUP is None else signal.getsignal(HANGUP)
+        if HANGUP is not None and on_hangup is not signal.SIG_IGN:  # as after nohup
             signal.signal(HANGUP, server.handle_exit)
         try:
             server.run(sockets=[listener])
@@ -171,6 +172,8 @@ def serve(
             if server.failure is None:
                 raise
         finally:
+            if HANGUP is not None:
+                signal.signal(HANGUP, on_hangup)
             gc.unfreeze()
             faulthandler.cancel_dump_traceback_later()
     if server.failure is not None:
