@@ -13,7 +13,7 @@ from tests.support.running_server import RunningServer, running_server
 from tests.support.vision_models import picture, png, vision_folder
 
 COUNT = 8
-FIRST, SECOND = (b64encode(png(picture(seed))).decode() for seed in (1, 2))
+FIRST, SECOND, THIRD = (b64encode(png(picture(seed))).decode() for seed in (1, 2, 3))
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def counted(answer: Any) -> tuple[int, int]:
 @pytest.mark.slow
 def test_a_chat_shows_images_where_they_stand(server: RunningServer) -> None:
     answers = [
-        chat(server, text("look at "), shown(image), text(", what is it?")).json() for image in (FIRST, SECOND, FIRST)
+        chat(server, text("look at "), shown(image), text(", what is it?")).json() for image in (THIRD, SECOND, THIRD)
     ]
     texts = [answer["choices"][0]["message"]["content"] for answer in answers]
     assert texts[0] == texts[2] != texts[1]
     (prompt, _), (same, cached), (_, all_cached) = map(counted, answers)
     assert prompt == same and cached == len("u:look at ") and all_cached == prompt - 1
-    moved = chat(server, shown(FIRST), text("look at , what is it?")).json()
+    moved = chat(server, shown(THIRD), text("look at , what is it?")).json()  # no other test begins with this image
     assert counted(moved) == (prompt, len("u:"))
 
 

@@ -55,9 +55,8 @@ def test_every_door_gives_the_plain_text(server: RunningServer) -> None:
 
 
 def test_the_gap_may_begin_the_text(server: RunningServer) -> None:
-    assert server.http.post("/api/generate", json={"model": "tiny", "suffix": SUFFIX, "stream": False}).json()[
-        "response"
-    ]
+    body = {"model": "tiny", "suffix": SUFFIX, "options": OPTIONS, "stream": False}
+    assert server.http.post("/api/generate", json=body).json()["response"]
     assert server.text("", suffix=SUFFIX, temperature=0)
     assert server.text(PREFIX, suffix="", temperature=0) == server.text(PREFIX, temperature=0)
 
