@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def test_two_models_with_one_vocabulary_fit() -> None:
     name = "'LlamaForCausalLM'"
     assert str(report) == f"Works: {name} and {name} have the same tokens. No extra rejections."
     assert report.usable and report.bridge is None
+
+
+def test_a_head_that_shares_the_targets_tokenizer_is_not_compared_token_by_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = loaded(made=tokenizer())
+    monkeypatch.setattr(HFTokenizer, "vocabulary", lambda tokenizer: pytest.fail("listed its tokens"))
+    assert same_vocabulary(target, replace(target, name="head"))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
             from slipstream.models.quantized_models import load_in_blocks
 
             # before importing `pretrained`, which takes two seconds: a GGUF file is packed meanwhile
-            quantized = None if PLAN in options.extra else load_in_blocks(str(source), options)
+            quantized = None
+            if PLAN not in options.extra:
+                quantized = load_in_blocks(str(source), options, reads_tokenizer=tokenizer is None)
             if quantized is not None and isinstance(quantized.model, PlannedModel):
                 return load_planned(str(source), options, tokenizer, quantized)
             from slipstream.models.pretrained import load_pretrained

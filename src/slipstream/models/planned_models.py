@@ -17,7 +17,6 @@ from slipstream.models.hf.fast_forwards import use_compiled_ops
 from slipstream.models.hf.trials import OwnLogits, a_few_logits, check_logits, passed_trials
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.quantized_models import QuantizedModel
-from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 
 
@@ -25,7 +24,7 @@ def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: Q
     """Prepare a planned model. quantized: the model, with the weights of `source`."""
     model: PlannedModel = quantized.model
     separate_threads()
-    wrapped = load_tokenizer(source, quantized.folder, options) if tokenizer is None else HFTokenizer(tokenizer)
+    wrapped = quantized.tokenizer if tokenizer is None else HFTokenizer(tokenizer)
     restriction = Restriction(model, options.vocabulary, None)
     backend = HFBackend(model, model.new_cache())
     backend.ragged = backend.cache.states is None

@@ -238,7 +238,8 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized
     in_blocks = quantized is not None and quantized.in_blocks
     if model.device.type == "cpu":
         separate_threads()
-    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
+    read = None if quantized is None else quantized.tokenizer
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else read or load_tokenizer(source, folder, options)
     convert = None
     if not in_blocks:
         convert = _quantized(model, options, _PLAIN) if options.quantize else _packed(model, options.fast)

@@ -58,6 +58,7 @@ from slipstream.models.weights.quantized_checkpoint import (
 )
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles, check_layers, file_of, located
+from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.models.weights.transformers_reader import (
     DTYPES,
     check_weights,
@@ -69,6 +70,7 @@ from slipstream.models.weights.transformers_reader import (
     reader_errors,
 )
 from slipstream.models.weights.unused_tensors import HARMLESS
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
 
 log = logging.getLogger("slipstream")
 
@@ -86,6 +88,7 @@ class QuantizedModel:
     folder: str  # of its tokenizer
     model: Any
     in_blocks: bool  # computes with the quantized blocks; else it was unpacked
+    tokenizer: HFTokenizer | None = None  # if it was read, too
 
 
 def generation_settings(source: str, folder: str, files: Mapping[str, Any]) -> Any:
@@ -100,18 +103,19 @@ def generation_settings(source: str, folder: str, files: Mapping[str, Any]) -> A
     return None
 
 
-def load_in_blocks(source: str, options: LoadOptions) -> QuantizedModel | None:
+def load_in_blocks(source: str, options: LoadOptions, *, reads_tokenizer: bool = False) -> QuantizedModel | None:
     """Load a model with quantized weights; None if it is not quantized, or if `load_model` must unpack it.
 
+    reads_tokenizer: read a GGUF file's tokenizer, too, while its weights are packed.
     It is unpacked if the options say so or, with a warning, if the kernels do not support its blocks. Raises
     `UsageError` if it must be unpacked although the options set `activations`, which only blocks use.
     """
     is_required = options.activations != "auto"
-    quantized = GGUFFile(source, options) if is_gguf(source) else checkpoint_of(source, options)
+    quantized = GGUFFile(source, options, reads_tokenizer) if is_gguf(source) else checkpoint_of(source, options)
     reason = "it is neither a GGUF file nor quantized" if quantized is None else _why_not_in_blocks(options)
     if quantized is not None and reason is None:
         try:
-            return QuantizedModel(*quantized.in_blocks(options.activations if is_required else "int8"), True)
+            return quantized.in_blocks(options.activations if is_required else "int8")
         except NotInBlocksError as error:
             reason = str(error)
             if not is_required:
@@ -123,8 +127,7 @@ def load_in_blocks(source: str, options: LoadOptions) -> QuantizedModel | None:
             f"activations={options.activations!r}, but model {source!r} is not computed in its own blocks: {reason}; "
             "allowed: 'auto'"
         )
-    unpacked = None if quantized is None else quantized.unpacked(options)
-    return None if unpacked is None else QuantizedModel(*unpacked, False)
+    return None if quantized is None else quantized.unpacked(options)
 
 
 def _why_not_in_blocks(options: LoadOptions) -> str | None:
@@ -146,19 +149,20 @@ def _why_not_in_blocks(options: LoadOptions) -> str | None:
 class GGUFFile:
     """A GGUF file, or the files of a split one."""
 
-    def __init__(self, source: str, options: LoadOptions) -> None:
+    def __init__(self, source: str, options: LoadOptions, reads_tokenizer: bool) -> None:
         if options.rounding != "none":
             raise UsageError(
                 f"quantize={options.rounding!r}, but model {source!r} is quantized already, in GGUF; allowed: 'none'"
             )
-        self.file = expanded(source)
+        self.file, self._source, self._options = expanded(source), source, options
+        self._reads_tokenizer = reads_tokenizer
 
     @property
     def name(self) -> str:
         return self.file.name
 
-    def in_blocks(self, activations: str) -> tuple[str, Any]:
-        """The tokenizer's folder, and the model. Raises `NotInBlocksError` where the model must be unpacked."""
+    def in_blocks(self, activations: str) -> QuantizedModel:
+        """Raises `NotInBlocksError` where the model must be unpacked."""
         header = read_header(self.file)
         header.check_model()
         settings_of(header)  # refuses unsupported files before reading anything large
@@ -169,13 +173,16 @@ class GGUFFile:
                 raise NotInBlocksError("its matrices are bfloat16 numbers, not blocks", rounds=False)
             check_single(header)
             with PackedAhead(header, block_kernels()) as ahead:
-                folder = described(header)
-                return str(folder), self._filled(header, folder, activations, ahead)
+                folder, tokenizer = described(header), None
+                if self._reads_tokenizer:
+                    tokenizer = load_tokenizer(self._source, str(folder), self._options)
+                model = self._filled(header, folder, activations, ahead)
+                return QuantizedModel(str(folder), model, True, tokenizer)
         except NotInBlocksError as error:
             check_memory(header, torch.bfloat16, str(error))
             raise
 
-    def unpacked(self, options: LoadOptions) -> tuple[str, Any] | None:
+    def unpacked(self, options: LoadOptions) -> QuantizedModel | None:
         """Returns None: `load_model` converts a file that is not in blocks."""
         return None
 
@@ -304,7 +311,7 @@ class _Checkpoint:
             model.generation_config = settings
         return model
 
-    def _plain(self, weights: dict[str, Tensor], options: LoadOptions) -> tuple[str, Any]:
+    def _plain(self, weights: dict[str, Tensor], options: LoadOptions) -> QuantizedModel:
         """The model in floating point with these weights."""
         try:
             with quietly():
@@ -323,7 +330,8 @@ class _Checkpoint:
         except reader_errors() as error:
             raise not_loaded(self.source, self.folder, error) from error
         check_weights(self.source, report)
-        return self.folder, self._with_generation(model).to(device_named(options.device))
+        model = self._with_generation(model).to(device_named(options.device))
+        return QuantizedModel(self.folder, model, False)
 
 
 @dataclass(frozen=True)
@@ -335,19 +343,19 @@ class QuantizedCheckpoint(_Checkpoint):
     def _matrices(self) -> PackedMatrices:
         return PackedMatrices(CheckpointFiles(self.source, self.folder, self.files), self.scheme)
 
-    def in_blocks(self, activations: str) -> tuple[str, Any]:
+    def in_blocks(self, activations: str) -> QuantizedModel:
         check_kernels()
         matrices = self._matrices()
         model = fill(self._empty(matrices.files), CheckpointTensors(matrices), activations)
         matrices.files.used |= matrices.of_activations()
         matrices.files.check_unused(model._keys_to_ignore_on_load_unexpected)
         self._warn_of_activations()
-        return self.folder, model
+        return QuantizedModel(self.folder, model, True)
 
-    def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
-        folder, model = self._plain(unpacked_weights(self._matrices(), _dtype(options)), options)
+    def unpacked(self, options: LoadOptions) -> QuantizedModel:
+        model = self._plain(unpacked_weights(self._matrices(), _dtype(options)), options)
         self._warn_of_activations()
-        return folder, model
+        return model
 
     def _warn_of_activations(self) -> None:
         if self.scheme.rounds_activations:
@@ -439,7 +447,7 @@ class RoundedCheckpoint(_Checkpoint):
         wide = {f"{name}.weight" for name, module in model.named_modules() if _is_outermost(module, model)}
         return model, RoundedTensors(files, self.quantize, wide), files
 
-    def in_blocks(self, activations: str) -> tuple[str, Any]:
+    def in_blocks(self, activations: str) -> QuantizedModel:
         check_kernels()
         empty, tensors, files = self._tensors()
         is_mixture = bool(expert_blocks(empty))
@@ -450,14 +458,14 @@ class RoundedCheckpoint(_Checkpoint):
                 raise self._no_mixture(str(error)) from error
             raise
         files.check_unused(model._keys_to_ignore_on_load_unexpected)
-        return self.folder, model
+        return QuantizedModel(self.folder, model, True)
 
     def _no_mixture(self, reason: str) -> UsageError:
         return UsageError(
             f"quantize={self.quantize!r}, but model {self.source!r} is a mixture of experts: {reason}; allowed: 'none'"
         )
 
-    def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
+    def unpacked(self, options: LoadOptions) -> QuantizedModel:
         try:
             model, tensors, files = self._tensors()
         except NotInBlocksError as error:  # the configuration is damaged

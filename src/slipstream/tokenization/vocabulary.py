@@ -39,10 +39,10 @@ def same_vocabulary(target: RunningModel, draft: RunningModel) -> bool:
 
 def differing_tokens(target: dict[str, int], draft: dict[str, int]) -> list[str]:
     """Descriptions of tokens whose ids differ or that one side lacks."""
+    differing = {token for token, _ in target.items() ^ draft.items()}
     return [
         f"{token!r} is {_id(target.get(token))} in the target and {_id(draft.get(token))} in the draft"
-        for token in sorted(target.keys() | draft.keys(), key=lambda t: (target.get(t, 1 << 60), t))
-        if target.get(token) != draft.get(token)
+        for token in sorted(differing, key=lambda t: (target.get(t, 1 << 60), t))
     ]
 
 
@@ -50,6 +50,8 @@ def differences(target: VocabularyInfo, draft: VocabularyInfo) -> list[str] | No
     """The tokens that differ, or None if there are no two tokenizers to compare."""
     if target.tokenizer is None or draft.tokenizer is None:
         return None
+    if draft.tokenizer is target.tokenizer:  # of a draft head
+        return []
     return differing_tokens(target.tokenizer.vocabulary(), draft.tokenizer.vocabulary())
 
 

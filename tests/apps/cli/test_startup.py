@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from slipstream.apps.cli.command_classes import COMMANDS
+from slipstream.version import __version__
 
 # Runs the command line twice, so that its imports are loaded, then runs each list of arguments in a fork.
 PROGRAM = """
@@ -149,3 +150,13 @@ def test_every_command_is_listed_with_an_uncut_sentence(outcomes: Outcomes) -> N
     for name in (name for names in COMMANDS.values() for name in names):
         assert any(line.split()[:1] == [name] for line in lines)
     assert not any(line.endswith("...") for line in lines[1:])
+
+
+def test_python_ends_without_looking_through_all_objects() -> None:
+    code = (
+        "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count() > 10_000))\n"
+        "sys.argv = ['slipstream', '--version']\n"
+        "from slipstream.__main__ import main; main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [__version__, "True"]

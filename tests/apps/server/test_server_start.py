@@ -61,7 +61,7 @@ def test_the_address_is_announced_only_once_the_server_listens(monkeypatch: pyte
 def test_a_server_names_its_model_once_and_shows_a_call_to_copy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def ready(_settings: Any, sources: Any, banner: Callable[[Server], None], _cores: Any) -> NoReturn:
+    def ready(_settings: Any, sources: Any, banner: Callable[[Server], None]) -> NoReturn:
         sources[0].load()
         with running_server() as server:
             banner(server.server)

@@ -4,19 +4,23 @@ import json
 import os
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu import processor
+from slipstream.models.cpu import kernel_libraries, processor
 from slipstream.models.cpu import thread_placement as threads
+from slipstream.models.cpu.kernel_libraries import Recipe
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from tests.support.processes import PATIENCE
 
+T = TypeVar("T")
 TRAP = """
 import json, os, torch
 from slipstream.models.cpu import thread_placement as threads
@@ -72,23 +76,42 @@ def test_nothing_is_moved_where_the_user_arranged_threads() -> None:
     assert json.loads(run(TRAP, OMP_PROC_BIND="false"))[3] is False
 
 
-@needs_cores
-def test_free_thread_unbinds_only_threads_that_slipstream_bound() -> None:
-    affinities: list[set[int]] = []
+def in_bound_thread(call: Callable[[], T]) -> T:
+    """The result of a call in a new thread that is bound to one core: the affinity mask belongs to a thread."""
+    core = {min(os.sched_getaffinity(0))}
+    with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, core)) as bound:
+        return bound.submit(call).result()
 
-    def bound_and_freed(
-        freed: frozenset[int],
-    ) -> None:  # runs in a new thread, since the affinity mask belongs to a thread
-        os.sched_setaffinity(0, {min(cores)})
-        threads.free_thread(freed)
-        affinities.append(os.sched_getaffinity(0))
+
+@needs_cores
+def test_free_thread_unbinds_only_threads_that_openmp_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def freed() -> set[int]:
+        threads.free_thread()
+        return os.sched_getaffinity(0)
 
     cores = os.sched_getaffinity(0)
-    for freed in (cores, (), {9999}):  # bound by us; not bound by us; to cores that are gone
-        thread = threading.Thread(target=bound_and_freed, args=[frozenset(freed)])
-        thread.start()
-        thread.join()
-    assert affinities == [cores, {min(cores)}, {min(cores)}]
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
+    monkeypatch.setattr(threads, "first_processors", lambda: frozenset(cores))
+    assert in_bound_thread(freed) == {min(cores)}
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    assert in_bound_thread(freed) == cores
+    monkeypatch.setattr(threads, "first_processors", lambda: frozenset({9999}))  # a core that is gone
+    assert in_bound_thread(freed) == {min(cores)}
+
+
+@needs_cores
+def test_compilers_do_not_share_the_core_of_the_thread_that_imported_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled() -> None:
+        kernel_libraries.compile_library(["cc"], Recipe("two", (Path("a.c"), Path("b.c")), ()), tmp_path / "library.so")
+
+    cores, affinities = os.sched_getaffinity(0), list[set[int]]()
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    monkeypatch.setattr(threads, "first_processors", lambda: frozenset(cores))
+    monkeypatch.setattr(kernel_libraries, "_run", lambda command: affinities.append(os.sched_getaffinity(0)))
+    in_bound_thread(compiled)
+    assert affinities == [cores, cores, {min(cores)}]  # the last one links
 
 
 def test_threads_are_not_looked_at_while_operators_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +126,12 @@ def test_threads_are_not_looked_at_while_operators_are_fast(monkeypatch: pytest.
 @pytest.mark.parametrize("name", threads.CHOSEN)
 def test_the_command_line_binds_unless_the_user_chose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment: dict[str, str] = {}
-    cores = os.sched_getaffinity(0) if sys.platform == "linux" else ()
     monkeypatch.setattr(threads, "share_of_time", lambda: None)
-    assert threads.bind_threads(environment) == frozenset(cores)
+    threads.bind_threads(environment)
     assert environment == {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
     user_choice = {name: "2"}
-    assert not threads.bind_threads(user_choice) and user_choice == {name: "2"}
+    threads.bind_threads(user_choice)
+    assert user_choice == {name: "2"}
 
 
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: list[str], **limits: str) -> frozenset[int]:
@@ -152,7 +175,8 @@ def test_a_containers_share_of_time_limits_the_number_of_threads(
     processors = machine(tmp_path, monkeypatch, ["0-1", "0-1", "2-3", "2-3", "4-5", "4-5", "6-7", "6-7"], **limits)
     assert threads.physical_cores(processors) == 4
     environment: dict[str, str] = {}
-    assert threads.bind_threads(environment) == (processors if expected is BOUND else frozenset())
+    monkeypatch.setattr(threads, "first_processors", lambda: processors)
+    threads.bind_threads(environment)
     assert environment == expected
 
 
@@ -160,11 +184,11 @@ def test_the_command_line_binds_threads_before_pytorch_is_imported() -> None:
     code = (
         "import sys; import slipstream; assert 'torch' not in sys.modules\n"
         "import slipstream.models.cpu.thread_placement as t; real = t.bind_threads\n"
-        "t.bind_threads = lambda e: print('torch' in sys.modules, len(real(e)) > 0)\n"
+        "t.bind_threads = lambda e: print('torch' in sys.modules, real(e), t.first_processors.cache_info().currsize)\n"
         "t.share_of_time = lambda: None\n"
         "import slipstream.apps.cli, os; print(os.environ['OMP_PROC_BIND'], os.environ['OMP_PLACES'])"
     )
-    assert run(code).split() == ["False", "True", "true", "cores"]
+    assert run(code).split() == ["False", "None", "1", "true", "cores"]
 
 
 @pytest.mark.parametrize("share, expected", [(2.5, 2), (0.5, 1), (4.0, 4), (9.0, 4), (None, 4)])

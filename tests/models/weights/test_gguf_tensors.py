@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
+from slipstream.models import quantized_models
+from slipstream.models.cpu import thread_placement
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import block_kernels
@@ -20,6 +23,7 @@ from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, read_header
 from slipstream.models.weights.gguf_tensors import PackedAhead, RowReader, RowsOfFile
 from tests.support.gguf_files import part_of, random_blocks, write_model
+from tests.support.tiny_models import tokenizer
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
@@ -84,6 +88,35 @@ def test_matrices_packed_ahead_equal_those_of_the_file(tied: bool, tmp_path: Pat
     matrices = [name for name in not_packed if len(header.tensors[name].shape) == 2]
     reordered = [f"blk.{layer}.attn_{kind}.weight" for layer in range(2) for kind in "qk"]
     assert sorted(matrices) == sorted(reordered + ([] if tied else ["token_embd.weight"]))
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores"
+)
+def test_matrices_are_packed_on_all_cores_although_openmp_binds_this_thread_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, cores = header_of(tmp_path, True), os.sched_getaffinity(0)
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    monkeypatch.setattr(thread_placement, "first_processors", lambda: frozenset(cores))
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with PackedAhead(header, block_kernels()) as ahead:
+            assert ahead._threads.submit(os.sched_getaffinity, 0).result() == cores
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.parametrize("own", [None, tokenizer()])
+def test_a_tokenizer_is_read_while_weights_are_packed_unless_the_caller_has_one(
+    own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, part, read = list[str](), PackedAhead.part, quantized_models.load_tokenizer
+    monkeypatch.setattr(PackedAhead, "part", lambda ahead, name: order.append("waited") or part(ahead, name))
+    monkeypatch.setattr(quantized_models, "load_tokenizer", lambda *place: order.append("read") or read(*place))
+    loaded = load(str(header_of(tmp_path, True).file), LoadOptions(), own)
+    assert order[:2] == (["read", "waited"] if own is None else ["waited", "waited"])
+    assert loaded.tokenizer is not None and "read" not in order[1:]
 
 
 def test_an_error_of_the_packing_thread_is_raised_and_stops_it(tmp_path: Path) -> None:

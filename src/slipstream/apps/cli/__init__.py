@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 
 from slipstream.models.cpu.thread_placement import bind_threads
 
-CORES = bind_threads(os.environ)  # before PyTorch is imported
+bind_threads(os.environ)  # before PyTorch is imported
 
 from slipstream.apps.cli.application import app  # noqa: E402
 from slipstream.apps.cli.command_classes import COMMANDS  # noqa: E402

@@ -85,7 +85,6 @@ def serve_command(
     choices = model_choices(context.obj or {}, models, config, settings)
     if context.obj is None:
         log.info("%s", loading_message(models))  # now, as the imports below take seconds
-    from slipstream.apps.cli import CORES
     from slipstream.apps.server.launch import serve
     from slipstream.apps.server.service import ModelSource
 
@@ -95,7 +94,7 @@ def serve_command(
         if len(choices) > 1:  # they share the memory
             source = replace(source, fetch=choice.fetch, device=choice.device)
         sources.append(source)
-    serve(settings, sources, _banner, CORES)
+    serve(settings, sources, _banner)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ FORCED_SECONDS = 2.0  # that a step under way may still take after a second sign
 class Server(uvicorn.Server):
     """A web server that lets requests finish before it ends.
 
-    on_ready: called with the server once it answers requests. cores: for its own thread; see `free_thread`.
+    on_ready: called with the server once it answers requests.
     last_resort: called at each signal with the seconds until the process must have ended.
     """
 
@@ -53,7 +53,6 @@ class Server(uvicorn.Server):
         settings: ServerSettings,
         sources: Sequence[ModelSource],
         on_ready: Callable[[Server], None] = lambda server: None,
-        cores: frozenset[int] = frozenset(),
         last_resort: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         app = make_app(settings, self._make_models)
@@ -76,7 +75,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=5,
             )
         )
-        self.settings, self._sources, self._ready, self._cores = settings, sources, on_ready, cores
+        self.settings, self._sources, self._ready = settings, sources, on_ready
         self._last_resort = last_resort
         self._connections = ConnectionSweep(
             MAX_CONNECTIONS, settings.keep_alive_timeout, settings.request_timeout or REQUEST_SECONDS
@@ -90,7 +89,7 @@ class Server(uvicorn.Server):
 
     def _make_models(self) -> ServedModels:
         self._loop = asyncio.get_running_loop()
-        free_thread(self._cores)  # else this thread would share a core with the engine's
+        free_thread()  # else this thread would share a core with the engine's
         self.models = ServedModels(self.settings, self._sources, self._announce, self._engine_ended)
         return self.models
 
@@ -149,20 +148,15 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(
-    settings: ServerSettings,
-    sources: Sequence[ModelSource],
-    on_ready: Callable[[Server], None],
-    cores: frozenset[int] = frozenset(),
-) -> None:
-    """Serve until a signal; cores: see `Server`. SlipstreamError if it cannot listen or the engine failed."""
+def serve(settings: ServerSettings, sources: Sequence[ModelSource], on_ready: Callable[[Server], None]) -> None:
+    """Serve until a signal. SlipstreamError if it cannot listen or the engine failed."""
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # our own log has the same facts
     # `Access` logs tracebacks of requests, and cancelled ones have nothing to say
     logging.getLogger("uvicorn.error").addFilter(lambda record: not record.exc_info)
     _allow_files(2 * MAX_CONNECTIONS + OTHER_FILES)
     with _listening(settings) as listener:
         sources = [replace(source, load=partial(_uncollected, source.load)) for source in sources]
-        server = Server(settings, sources, on_ready, cores, _end_in)
+        server = Server(settings, sources, on_ready, _end_in)
         on_hangup = None if HANGUP is None else signal.getsignal(HANGUP)
         if HANGUP is not None and on_hangup is not signal.SIG_IGN:  # as after nohup
             signal.signal(HANGUP, server.handle_exit)

@@ -45,6 +45,7 @@ from slipstream.models.cpu.processor import (
     isas_of,
     processor,
 )
+from slipstream.models.cpu.thread_placement import free_thread
 from slipstream.models.notices import announce, warn_slower
 
 log = logging.getLogger("slipstream")
@@ -252,7 +253,7 @@ def compile_library(compiler: list[str], recipe: Recipe, library: Path) -> None:
             [*compiler, *recipe.flags, "-c", str(source), "-o", target]
             for source, target in zip(recipe.sources, objects, strict=True)
         ]
-        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        with ThreadPoolExecutor(os.cpu_count(), "compiling", free_thread) as compilers:
             list(compilers.map(_run, commands))
         _run([*compiler, "-shared", *objects, "-o", str(library), *LIBRARIES])
 

@@ -8,7 +8,7 @@ be bound to the same cores. If PyTorch is running already, the number of threads
 that share a core are moved apart once; afterwards they may run anywhere again.
 
 Binding also pins the thread that imports PyTorch, and all threads that it starts, to the first core; those that do not
-compute are released. PyTorch is imported inside functions, because importing it starts OpenMP.
+compute with OpenMP are released. PyTorch is imported inside functions, because importing it starts OpenMP.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import MutableMapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -39,21 +40,24 @@ _PROCESSORS = Path("/sys/devices/system/cpu")
 _USER, _SYSTEM, _PROCESSOR = 11, 12, 36  # of /proc/PID/task/TID/stat, counted from the field after the name
 
 
-def bind_threads(environment: MutableMapping[str, str]) -> frozenset[int]:
+@cache
+def first_processors() -> frozenset[int]:
+    """The processors on which the thread of the first call may run, which is before OpenMP binds it; Linux only."""
+    return frozenset(os.sched_getaffinity(0)) if sys.platform == "linux" else frozenset()
+
+
+def bind_threads(environment: MutableMapping[str, str]) -> None:
     """Make OpenMP bind its threads to separate cores, unless the user arranged them; call it before importing PyTorch.
 
-    In a container whose CPU quota is below its cores, set the number of threads to the quota instead. Returns the
-    processors on which the program may run, for `free_thread`; none if no thread is bound.
+    In a container whose CPU quota is below its cores, set the number of threads to the quota instead.
     """
     if any(name in environment for name in CHOSEN):
-        return frozenset()
-    processors = frozenset(os.sched_getaffinity(0)) if sys.platform == "linux" else frozenset[int]()
-    share = share_of_time()
+        return
+    share, processors = share_of_time(), first_processors()
     if share is not None and share < physical_cores(processors):
         environment["OMP_NUM_THREADS"] = str(max(1, int(share)))
-        return frozenset()
-    environment.update(OMP_PROC_BIND="true", OMP_PLACES="cores")
-    return processors
+    else:
+        environment.update(OMP_PROC_BIND="true", OMP_PLACES="cores")
 
 
 def share_of_time() -> float | None:
@@ -68,14 +72,14 @@ def physical_cores(processors: frozenset[int]) -> int:
     return len({file.read_text(encoding="utf-8") if file.is_file() else file for file in files})
 
 
-def free_thread(cores: frozenset[int]) -> None:
-    """Let the calling thread, and those it starts, run on these cores; for threads that do not compute.
+def free_thread() -> None:
+    """If OpenMP binds threads, let the calling one, and those it starts, run on all processors of the program.
 
-    Without cores, or if the system refuses, the thread stays where it is, which costs only time.
+    For threads in which OpenMP does not compute. If the system refuses, the thread stays where it is.
     """
-    if sys.platform == "linux" and cores:
+    if sys.platform == "linux" and "OMP_PROC_BIND" in os.environ:
         with suppress(OSError):
-            os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(0, first_processors())
 
 
 def limit_threads() -> None:

@@ -33,6 +33,7 @@ from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.latent_heads import LatentStacks, latent_of, stacks_of_part
 from slipstream.models.cpu.processor import NoKernelsError, memory_bytes
 from slipstream.models.cpu.structs import TYPES, BlockFormat, FilePieceStruct
+from slipstream.models.cpu.thread_placement import free_thread
 from slipstream.models.decoder.plan import ExpertsPlan, LatentPlan
 from slipstream.models.weights.gguf_architectures import (
     Order,
@@ -88,7 +89,7 @@ class PackedAhead:
         self._files = [_FilePieces(group, self._parts, is_large) for group in by_file if group]
         self._library = library
         threads = max(1, torch.get_num_threads()) if self._files else 0
-        self._threads = ThreadPoolExecutor(threads or 1, "packing")
+        self._threads = ThreadPoolExecutor(threads or 1, "packing", free_thread)
         self._tasks = [self._threads.submit(self._pack) for _ in range(threads)]
 
     def _pack(self) -> None:

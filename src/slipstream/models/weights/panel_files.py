@@ -28,6 +28,7 @@ from slipstream.models.cache_folder import PANELS, panels_folder
 from slipstream.models.cpu.block_linear import BlockPart, panels_size
 from slipstream.models.cpu.huge_pages import SmallPages
 from slipstream.models.cpu.structs import LANES, BlockFormat, FilePieceStruct
+from slipstream.models.cpu.thread_placement import free_thread
 from slipstream.models.notices import TimeLeft, progress_bar
 from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, ends_within, not_finite
 
@@ -165,7 +166,7 @@ def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], libra
                         rest, place = rest[count:], place + count
                     progress.advance(progress.task_ids[0])
 
-                with ThreadPoolExecutor(torch.get_num_threads(), "packing") as threads:
+                with ThreadPoolExecutor(torch.get_num_threads(), "packing", free_thread) as threads:
                     tasks = [threads.submit(pack, piece) for piece in pieces]
                     try:
                         for task in tasks:
