@@ -254,7 +254,7 @@ def _messages(place: str, message: Message, fields: CountedFields, *, has_though
     if role == "assistant":
         thought = {"reasoning_content": "\n\n".join(thoughts)} if any(thoughts) else {}
         return [{"role": role, "content": parts or "", "tool_calls": calls, **thought}]
-    return results + ([{"role": role, "content": parts}] if parts else [])
+    return results + ([{"role": role, "content": parts or ""}] if parts or not results else [])
 
 
 def _result(blocks: list[dict[str, Any]], tools: list[Tool]) -> list[dict[str, Any]]:

@@ -156,7 +156,7 @@ def conversation(fields: OllamaChatFields | GenerateFields) -> ChatFields | Comp
     if body.get("top_p") == 0:  # the likeliest token alone
         body |= {"top_p": 1, "top_k": 1}
     if options.num_predict is not None:
-        body["max_tokens"] = options.num_predict if options.num_predict >= 0 else MAX_TOKENS  # all that fit
+        body["max_tokens"] = options.num_predict if options.num_predict > 0 else MAX_TOKENS  # all that fit
     if isinstance(fields.format, dict):
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": fields.format}}
     elif fields.format:
