@@ -104,6 +104,19 @@ def test_a_request_without_a_prompt_finds_the_model_loaded(server: RunningServer
         assert answer["done"] and answer["done_reason"] == "load" and name in answer
 
 
+@pytest.mark.slow
+def test_a_request_without_a_prompt_and_time_unloads_the_model() -> None:
+    with running_server() as server:
+        server.http.post("/api/chat", json=CHAT | {"stream": False, "keep_alive": 0})
+        for path, keep_alive, reason, number in (
+            *(("/api/chat", 0, "unload", 0), ("/api/generate", "0s", "unload", 0)),
+            *(("/api/generate", "5m", "load", 1), ("/api/chat", -1, "load", 1)),
+        ):
+            answer = server.http.post(path, json={"model": "toy", "keep_alive": keep_alive}).json()
+            assert answer["done_reason"] == reason
+            assert len(server.http.get("/api/ps").json()["models"]) == number
+
+
 @subcases(
     "path, body, status, why",
     [

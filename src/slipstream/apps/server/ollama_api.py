@@ -101,13 +101,14 @@ class Message(Fields):
 class AnswerFields(Fields):
     """The fields of both kinds of answers."""
 
-    SILENT = frozenset({"keep_alive", "truncate", "shift"})
+    SILENT = frozenset({"truncate", "shift"})
 
     model: Annotated[str, Field(max_length=1024)]
     stream: StrictBool | None = None
     format: str | dict[str, Any] | None = None
     think: StrictBool | str | None = None
     options: Options | None = None
+    keep_alive: float | str | None = None  # has an effect only in a request to unload the model
     slipstream: SlipstreamOptions | None = None
 
 
@@ -284,12 +285,17 @@ async def generate(http: Request, fields: GenerateFields) -> Response:
 
 async def _answer(http: Request, fields: OllamaChatFields | GenerateFields, *, is_empty: bool) -> Response:
     is_chat = isinstance(fields, OllamaChatFields)
-    if is_empty:  # a request to load the model
+    if is_empty:  # a request to load the model, or to unload it unless it is in use
         served = models_of(http)
-        async with served.using(served.answering(fields.model.removesuffix(LATEST))):
-            text = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-            head = {"model": fields.model, "created_at": _time(datetime.now(UTC))}
-            return JSONResponse({**head, **text, "done": True, "done_reason": "load"})
+        service = served.answering(fields.model.removesuffix(LATEST))
+        if unloads := fields.keep_alive in (0, "0", "0s", "0m", "0h"):
+            service.unload()
+        else:
+            async with served.using(service):
+                pass
+        text = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+        head = {"model": fields.model, "created_at": _time(datetime.now(UTC))}
+        return JSONResponse({**head, **text, "done": True, "done_reason": "unload" if unloads else "load"})
     make_writer = partial(OllamaWriter, model=fields.model, is_chat=is_chat)
     return await answer(http, conversation(fields), fields, make_writer)
 
