@@ -125,6 +125,7 @@ def test_a_request_without_a_prompt_and_time_unloads_the_model() -> None:
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "'image_url'"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix: this model has no tokens for infilling"),
         ("/api/generate", {"prompt": "x", "think": 0}, 400, "think"),
+        ("/api/generate", {"keep_alive": False}, 400, "keep_alive=false; allowed: a number"),
         ("/api/generate", {"prompt": "x", "context": [1]}, 400, "context: contexts are not supported"),
         ("/api/pull", {"model": "tiny"}, 404, "no such path"),
     ],

@@ -378,7 +378,7 @@ class MessagesWriter(MessageWriter):
         return self._head() | {"content": content} | self._stop() | self.report()
 
 
-@router.post("", response_model=None)
+@router.post("", response_model=None, responses={200: {"content": {"text/event-stream": {}}}})
 async def messages(http: Request, fields: MessagesFields) -> Response:
     """Answer a conversation in the form of Anthropic's Messages, whole or as a stream."""
     return await answer(http, conversation(fields, served_window(http, fields.model)), fields, MessagesWriter)

@@ -61,6 +61,8 @@ router = APIRouter(prefix=OLLAMA.rstrip("/"), route_class=JSONRoute, responses=r
 VERSION = "0.12.0"  # of Ollama, whose API this is a part of; some clients ask for 0.6.4 or later
 LATEST = ":latest"  # the end of a model's name that says nothing
 NEVER = timedelta(days=36500)
+JSON_LINES = "application/x-ndjson"
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {JSON_LINES: {}}}}
 NANOSECONDS = 1_000_000  # in a millisecond
 
 
@@ -108,7 +110,9 @@ class AnswerFields(Fields):
     format: str | dict[str, Any] | None = None
     think: StrictBool | str | None = None
     options: Options | None = None
-    keep_alive: float | str | None = None  # has an effect only in a request to unload the model
+    keep_alive: Annotated[float, NumberRange()] | str | None = (
+        None  # has an effect only in a request to unload the model
+    )
     slipstream: SlipstreamOptions | None = None
 
 
@@ -204,7 +208,7 @@ def _with_images(text: str | None, images: list[str] | None) -> Any:
 class OllamaWriter(MessageWriter):
     """Writes answers of chats, or of texts; the last line of a stream has the counts."""
 
-    media_type = "application/x-ndjson"
+    media_type = JSON_LINES
 
     def __init__(
         self, live: LiveRequest, fields: ChatFields | CompletionFields, facts: ModelFacts, *, model: str, is_chat: bool
@@ -271,13 +275,13 @@ def _time(when: datetime) -> str:
     return when.isoformat().replace("+00:00", "Z")
 
 
-@router.post("/chat", response_model=None)
+@router.post("/chat", response_model=None, responses=STREAMED)
 async def chat(http: Request, fields: OllamaChatFields) -> Response:
     """Answer a conversation in the form of Ollama's API; a stream unless `stream` is false."""
     return await _answer(http, fields, is_empty=not fields.messages)
 
 
-@router.post("/generate", response_model=None)
+@router.post("/generate", response_model=None, responses=STREAMED)
 async def generate(http: Request, fields: GenerateFields) -> Response:
     """Answer a prompt in the form of Ollama's API; a stream unless `stream` is false."""
     return await _answer(http, fields, is_empty=not (fields.prompt or fields.suffix))

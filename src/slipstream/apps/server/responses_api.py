@@ -474,7 +474,7 @@ def _content_part(kind: str, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-@router.post("/v1/responses", response_model=None)
+@router.post("/v1/responses", response_model=None, responses={200: {"content": {"text/event-stream": {}}}})
 async def responses(http: Request, fields: ResponsesFields) -> Response:
     """Answer a conversation in the form of OpenAI's Responses, whole or as a stream."""
     store: ResponseStore = http.app.state.responses
