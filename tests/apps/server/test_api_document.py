@@ -69,8 +69,12 @@ def test_other_apis_document_their_own_refusals(server: RunningServer, document:
 
 
 def test_streams_are_documented_beside_whole_answers(document: Any) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        assert "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]
+    kinds = {"/api/chat": "application/x-ndjson", "/api/generate": "application/x-ndjson"}
+    kinds |= dict.fromkeys(("/v1/completions", "/v1/chat/completions"), "text/event-stream")
+    kinds |= dict.fromkeys(("/v1/messages", "/v1/responses"), "text/event-stream")
+    for path, kind in kinds.items():
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert content.keys() == {"application/json", kind}
 
 
 def test_a_wrong_method_is_refused_with_the_allowed_methods(server: RunningServer, document: Any) -> None:

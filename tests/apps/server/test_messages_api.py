@@ -25,6 +25,7 @@ BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "the cat sat on the mat"}],
 }
 TOOLS = [{"name": "measure", "description": "what it does", "input_schema": ARGUMENTS}]
+FORMAT = {"type": "json_schema", "schema": ARGUMENTS}
 PARTS = [
     AnswerPiece("thought", "Let me ", ""),
     AnswerPiece("thought", "think.", ""),
@@ -54,6 +55,11 @@ def events(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
     data = [json.loads(second.removeprefix("data: ")) for _, second in pairs]
     assert [first for first, _ in pairs] == [f"event: {item['type']}" for item in data]
     return data
+
+
+@pytest.mark.parametrize("content", [[], [{"type": "thinking", "thinking": "hm"}], ""])
+def test_a_question_without_text_is_answered(server: RunningServer, content: Any) -> None:
+    assert server.http.post(PATH, json=BODY | {"messages": [{"role": "user", "content": content}]}).status_code == 200
 
 
 def test_a_stream_is_the_whole_answer(server: RunningServer) -> None:
@@ -271,6 +277,12 @@ def test_edits_that_would_shorten_the_conversation_are_refused(
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image_url'"),
         ({"output_config": {"format": {"type": "xml"}}}, 400, "invalid_request_error", "output_config.format"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "any"}, "output_config": {"format": FORMAT}},
+            400,
+            "invalid_request_error",
+            "output_config.format with tool_choice",
+        ),
     ],
 )
 def test_errors_have_anthropics_form(

@@ -104,13 +104,28 @@ def test_a_request_without_a_prompt_finds_the_model_loaded(server: RunningServer
         assert answer["done"] and answer["done_reason"] == "load" and name in answer
 
 
+@pytest.mark.slow
+def test_a_request_without_a_prompt_and_time_unloads_the_model() -> None:
+    with running_server() as server:
+        server.http.post("/api/chat", json=CHAT | {"stream": False, "keep_alive": 0})
+        for path, keep_alive, reason, number in (
+            *(("/api/chat", 0, "unload", 0), ("/api/generate", "0s", "unload", 0)),
+            *(("/api/generate", "5m", "load", 1), ("/api/chat", -1, "load", 1)),
+        ):
+            answer = server.http.post(path, json={"model": "toy", "keep_alive": keep_alive}).json()
+            assert answer["done_reason"] == reason
+            assert len(server.http.get("/api/ps").json()["models"]) == number
+
+
 @subcases(
     "path, body, status, why",
     [
+        ("/api/chat", {"format": {"type": "xml"}}, 400, "format: "),
         ("/api/chat", {"format": "xml"}, 400, 'format="xml"; allowed: "json" or a JSON schema'),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "'image_url'"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix: this model has no tokens for infilling"),
         ("/api/generate", {"prompt": "x", "think": 0}, 400, "think"),
+        ("/api/generate", {"keep_alive": False}, 400, "keep_alive=false; allowed: a number"),
         ("/api/generate", {"prompt": "x", "context": [1]}, 400, "context: contexts are not supported"),
         ("/api/pull", {"model": "tiny"}, 404, "no such path"),
     ],
@@ -131,10 +146,10 @@ def test_a_strict_server_knows_its_own_names_only() -> None:
             answer = server.http.post(path, json=body)
             assert answer.status_code == 404 and "model 'none' " in answer.json()["error"]
         assert server.http.post("/api/show", json={"model": "toy:latest"}).status_code == 200
-        body = {"model": "toy:latest", "prompt": "x", "options": {"num_predict": -1, "stop": ["a", "e", "o", "i"]}}
-        assert (
-            server.http.post("/api/generate", json=body).status_code == 200
-        )  # -1: as many tokens as there is room for
+        for number in (-1, 0):  # as many tokens as there is room for
+            options = {"num_predict": number, "stop": ["a", "e", "o", "i"]}
+            body = {"model": "toy:latest", "prompt": "x", "options": options}
+            assert server.http.post("/api/generate", json=body).status_code == 200
 
 
 def test_a_body_need_not_be_named_json_unless_another_site_sends_it(server: RunningServer) -> None:

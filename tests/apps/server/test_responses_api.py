@@ -229,6 +229,8 @@ def test_a_conversation_that_is_too_long_fails_in_the_form_that_codex_reads(serv
         ({"context_management": {"type": "compaction"}}, "context_management"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "messages.0.content"),
         ({"temperature": "hot"}, "temperature"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "xml"}}}}, "text.format"),
     ],
 )
 def test_what_would_change_the_answer_is_refused(server: RunningServer, fields: dict[str, Any], param: str) -> None:

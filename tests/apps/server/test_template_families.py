@@ -11,6 +11,8 @@ import pytest
 
 from slipstream.apps.server.conversation import Call, TemplateTraits, Turn
 from slipstream.apps.server.request_reading import Reading, rendered_messages
+from slipstream.apps.server.request_rows import answer_constraint
+from slipstream.apps.server.schemas import ChatFields
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.tokenization.tokenizer import ChatForm
 from tests.apps.server.test_recorded_requests import REQUESTS, TURNS, chat_of
@@ -116,6 +118,18 @@ def test_six_turns_read_only_what_is_new_but_for_what_the_template_moves(templat
             assert same == len(first), number
         else:  # a new question: thoughts of calls before it go, and Mistral's tools move to it
             assert same >= len(reader.bare(reader.decode(first).partition("[AVAILABLE_TOOLS]")[0][:first_call]))
+
+
+@over_families
+def test_calls_can_be_forced_whatever_their_arguments_are(template: str) -> None:
+    reader = tokenizer(template)
+    for schema in ({"type": "string"}, {"type": "integer"}, {"enum": ["a", "b"]}, {"anyOf": [{"type": "string"}]}):
+        parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+        tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+        fields = ChatFields.model_validate(
+            {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"}
+        )
+        assert answer_constraint(fields, reader, strict=False) is not None, schema
 
 
 @pytest.mark.parametrize("family", FAMILIES)

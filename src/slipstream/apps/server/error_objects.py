@@ -43,6 +43,8 @@ ANTHROPIC_TYPES = {
 }
 NO_THREADS = "thread_unsupported_request"  # Anthropic's code, at which its clients send all messages instead
 MESSAGES, OLLAMA = "/v1/messages", "/api/"  # the beginnings of the paths with error objects of their own
+FORMAT = "response_format"
+FORMATS = {MESSAGES: "output_config.format", "/v1/responses": "text.format", OLLAMA: "format"}  # its other names
 FIELDS = ChatFields.model_fields.keys() | CompletionFields.model_fields.keys()
 # a field and where in it the fault is, at the beginning of a refusal: messages.0.content
 ADDRESS = re.compile(r"([a-z][a-z_]*)(?:\.\w+)*(?=[=:]| (?:has|with|\d+)\b)")
@@ -74,13 +76,14 @@ class ApiError(Exception):
 
     def body(self, path: str = "", request_id: str = "") -> dict[str, Any]:
         """The error object of an address. request_id: for those that name it."""
+        other = next((name for beginning, name in FORMATS.items() if path.startswith(beginning)), FORMAT)
+        message, param = (re.sub(rf"^{FORMAT}\b", other, text) for text in (self.message, self.param or ""))
         if path.startswith(OLLAMA) and not path.startswith(f"{OLLAMA}v1/"):  # else a mistaken address of OpenAI's
-            return {"error": self.message}
+            return {"error": message}
         if path.startswith(MESSAGES):
             kind = ANTHROPIC_TYPES.get(
                 self.status_at(path), "invalid_request_error" if self.status < 500 else "api_error"
             )
-            message = self.message
             if self.prompt_tokens:  # in the words by which Claude Code knows that it must shorten the conversation
                 message = f"prompt is too long: {self.prompt_tokens} tokens > {self.window} maximum{self._remedy}"
             error: dict[str, Any] = {"type": kind, "message": message}
@@ -88,7 +91,7 @@ class ApiError(Exception):
                 error["details"] = {"error_code": self.code, "unsupported": [self.param]}
             return {"type": "error", "error": error, "request_id": request_id or None}
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": message, "type": kind, "param": param or None, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:

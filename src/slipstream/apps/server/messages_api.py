@@ -254,7 +254,7 @@ def _messages(place: str, message: Message, fields: CountedFields, *, has_though
     if role == "assistant":
         thought = {"reasoning_content": "\n\n".join(thoughts)} if any(thoughts) else {}
         return [{"role": role, "content": parts or "", "tool_calls": calls, **thought}]
-    return results + ([{"role": role, "content": parts}] if parts else [])
+    return results + ([{"role": role, "content": parts or ""}] if parts or not results else [])
 
 
 def _result(blocks: list[dict[str, Any]], tools: list[Tool]) -> list[dict[str, Any]]:
@@ -378,7 +378,7 @@ class MessagesWriter(MessageWriter):
         return self._head() | {"content": content} | self._stop() | self.report()
 
 
-@router.post("", response_model=None)
+@router.post("", response_model=None, responses={200: {"content": {"text/event-stream": {}}}})
 async def messages(http: Request, fields: MessagesFields) -> Response:
     """Answer a conversation in the form of Anthropic's Messages, whole or as a stream."""
     return await answer(http, conversation(fields, served_window(http, fields.model)), fields, MessagesWriter)

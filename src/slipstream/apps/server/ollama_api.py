@@ -61,6 +61,8 @@ router = APIRouter(prefix=OLLAMA.rstrip("/"), route_class=JSONRoute, responses=r
 VERSION = "0.12.0"  # of Ollama, whose API this is a part of; some clients ask for 0.6.4 or later
 LATEST = ":latest"  # the end of a model's name that says nothing
 NEVER = timedelta(days=36500)
+JSON_LINES = "application/x-ndjson"
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {JSON_LINES: {}}}}
 NANOSECONDS = 1_000_000  # in a millisecond
 
 
@@ -101,13 +103,16 @@ class Message(Fields):
 class AnswerFields(Fields):
     """The fields of both kinds of answers."""
 
-    SILENT = frozenset({"keep_alive", "truncate", "shift"})
+    SILENT = frozenset({"truncate", "shift"})
 
     model: Annotated[str, Field(max_length=1024)]
     stream: StrictBool | None = None
     format: str | dict[str, Any] | None = None
     think: StrictBool | str | None = None
     options: Options | None = None
+    keep_alive: Annotated[float, NumberRange()] | str | None = (
+        None  # has an effect only in a request to unload the model
+    )
     slipstream: SlipstreamOptions | None = None
 
 
@@ -156,7 +161,7 @@ def conversation(fields: OllamaChatFields | GenerateFields) -> ChatFields | Comp
     if body.get("top_p") == 0:  # the likeliest token alone
         body |= {"top_p": 1, "top_k": 1}
     if options.num_predict is not None:
-        body["max_tokens"] = options.num_predict if options.num_predict >= 0 else MAX_TOKENS  # all that fit
+        body["max_tokens"] = options.num_predict if options.num_predict > 0 else MAX_TOKENS  # all that fit
     if isinstance(fields.format, dict):
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": fields.format}}
     elif fields.format:
@@ -203,7 +208,7 @@ def _with_images(text: str | None, images: list[str] | None) -> Any:
 class OllamaWriter(MessageWriter):
     """Writes answers of chats, or of texts; the last line of a stream has the counts."""
 
-    media_type = "application/x-ndjson"
+    media_type = JSON_LINES
 
     def __init__(
         self, live: LiveRequest, fields: ChatFields | CompletionFields, facts: ModelFacts, *, model: str, is_chat: bool
@@ -270,13 +275,13 @@ def _time(when: datetime) -> str:
     return when.isoformat().replace("+00:00", "Z")
 
 
-@router.post("/chat", response_model=None)
+@router.post("/chat", response_model=None, responses=STREAMED)
 async def chat(http: Request, fields: OllamaChatFields) -> Response:
     """Answer a conversation in the form of Ollama's API; a stream unless `stream` is false."""
     return await _answer(http, fields, is_empty=not fields.messages)
 
 
-@router.post("/generate", response_model=None)
+@router.post("/generate", response_model=None, responses=STREAMED)
 async def generate(http: Request, fields: GenerateFields) -> Response:
     """Answer a prompt in the form of Ollama's API; a stream unless `stream` is false."""
     return await _answer(http, fields, is_empty=not (fields.prompt or fields.suffix))
@@ -284,12 +289,17 @@ async def generate(http: Request, fields: GenerateFields) -> Response:
 
 async def _answer(http: Request, fields: OllamaChatFields | GenerateFields, *, is_empty: bool) -> Response:
     is_chat = isinstance(fields, OllamaChatFields)
-    if is_empty:  # a request to load the model
+    if is_empty:  # a request to load the model, or to unload it unless it is in use
         served = models_of(http)
-        async with served.using(served.answering(fields.model.removesuffix(LATEST))):
-            text = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-            head = {"model": fields.model, "created_at": _time(datetime.now(UTC))}
-            return JSONResponse({**head, **text, "done": True, "done_reason": "load"})
+        service = served.answering(fields.model.removesuffix(LATEST))
+        if unloads := fields.keep_alive in (0, "0", "0s", "0m", "0h"):
+            service.unload()
+        else:
+            async with served.using(service):
+                pass
+        text = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+        head = {"model": fields.model, "created_at": _time(datetime.now(UTC))}
+        return JSONResponse({**head, **text, "done": True, "done_reason": "unload" if unloads else "load"})
     make_writer = partial(OllamaWriter, model=fields.model, is_chat=is_chat)
     return await answer(http, conversation(fields), fields, make_writer)
 

@@ -163,8 +163,7 @@ def is_call_forced(fields: ConversationFields) -> bool:
 
 def forced_tools(fields: ConversationFields, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The tools of which one must be called: all that are allowed, or the one that `tool_choice` names."""
-    if not tools:
-        raise refused("tool_choice without tools; allowed: 'none', 'auto'", "tool_choice")
+    _check_offered(tools)
     choice = fields.tool_choice
     if not isinstance(choice, ToolChoice) or choice.type == "allowed_tools":
         return tools
@@ -173,10 +172,16 @@ def forced_tools(fields: ConversationFields, tools: list[dict[str, Any]]) -> lis
     return [_named_tool(tools, choice.function.name)]
 
 
+def _check_offered(tools: list[dict[str, Any]]) -> None:
+    if not tools:
+        raise refused("tool_choice without tools; allowed: 'none', 'auto'", "tool_choice")
+
+
 def _named_tool(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
     for tool in tools:
         if tool["function"]["name"] == name:
             return tool
+    _check_offered(tools)
     names = [tool["function"]["name"] for tool in tools]
     near = did_you_mean(name, *names)
     raise refused(f"tool_choice: {name!r:.80} is not offered; allowed: {', '.join(names):.200}{near}", "tool_choice")

@@ -187,8 +187,9 @@ def _calls(
         start += f" | {Literals(tokens).of(form.thought.text if form.thought else '')} @answer"
         schemas |= {"answer": answer}
     grammar = "\n".join([f"start: {start}", *rules])
+    spacing = "spaced" if schemas else "compact"  # texts between tags are no JSON
     try:
-        return Constraint(grammar=grammar, schemas=schemas, whitespace="spaced", preamble=preamble)
+        return Constraint(grammar=grammar, schemas=schemas, whitespace=spacing, preamble=preamble)
     except UsageError:
         for index, tool in enumerate(tools):
             with errors_named(f"tools.{index}.function.parameters"):

@@ -145,6 +145,9 @@ def conversation(fields: ResponsesFields, earlier: Messages, window: int) -> Cha
     chat |= {name: getattr(fields, name) for name in same}
     form = (fields.text or TextOptions()).format
     if form is not None and form.get("type") == "json_schema":
+        if not isinstance(form.get("schema"), dict):
+            allowed = '{"type": "json_schema", "name": ..., "schema": {...}}'
+            raise refused(f"text.format has no schema; allowed: {allowed}", "text.format")
         chat["response_format"] = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
     elif form is not None:
         chat["response_format"] = form
@@ -471,7 +474,7 @@ def _content_part(kind: str, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-@router.post("/v1/responses", response_model=None)
+@router.post("/v1/responses", response_model=None, responses={200: {"content": {"text/event-stream": {}}}})
 async def responses(http: Request, fields: ResponsesFields) -> Response:
     """Answer a conversation in the form of OpenAI's Responses, whole or as a stream."""
     store: ResponseStore = http.app.state.responses
