@@ -54,6 +54,7 @@ LARGEST = 0.01  # difference that is rounding
 IN_BFLOAT16 = 0.05  # the same of files in BF16, whose activations are rounded, too
 NAMES = [name for name in CASES if name != "phi3-longrope"]  # which has factors for heads of 16 numbers
 IDS = torch.randint(3, 250, (1, 200), generator=torch.Generator().manual_seed(6))
+SERVER = get_context("forkserver")  # of processes for llama.cpp, which may abort; they share the imports
 
 
 def main() -> int:
@@ -65,6 +66,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    SERVER.set_forkserver_preload(["slipstream.models.load"])
     heading = ["architecture", "type", "layers", "largest difference", "RMS", "RMS / logits' spread"]
     heading += ["perplexity", "llama.cpp's"] if options.llama_cpp else []
     print(f"| {' | '.join(heading)} |\n|{'---|' * len(heading)}", flush=True)
@@ -119,7 +121,7 @@ def perplexities(file: Path, spread: float) -> list[str]:
     """Ours and llama.cpp's, or why llama.cpp has none."""
     ours = perplexity(logits_of(load(str(file), LoadOptions()).backend) / spread)
     try:
-        with ProcessPoolExecutor(1, get_context("forkserver")) as pool:  # it may abort
+        with ProcessPoolExecutor(1, SERVER) as pool:
             theirs = perplexity(pool.submit(logits_of_llama_cpp, file).result() / spread)
     except (SlipstreamError, BrokenProcessPool) as error:
         return [f"{ours:.2f}", "aborts" if isinstance(error, BrokenProcessPool) else "not read"]
