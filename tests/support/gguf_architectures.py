@@ -635,7 +635,7 @@ CASES: dict[str, Case] = {
             [(name, numbers.squeeze(0))] if name.endswith("shared_expert_gate.weight") else None
         ),
     ),
-    "olmoe": Case("olmoe", {"num_experts": 8, "num_experts_per_tok": 2} | theta(9000.0)),
+    "olmoe": Case("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4} | theta(9000.0)),
     "granitemoe": Case(
         "granitemoe",
         theta(9000.0) | GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2},

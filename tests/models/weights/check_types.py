@@ -3,6 +3,8 @@
 The type is that of all matrices whose rows have whole blocks; others are in Q8_0, and K, IQ and NVFP4 types hold random
 blocks. With --llama-cpp, the last columns are the perplexities of 200 random tokens with activations of 8 bits, ours
 and llama.cpp's, of logits that are divided by their spread: random weights make larger ones than trained weights.
+llama.cpp ignores the windows of phi3, and of exaone4 without 64 layers, rounds the limits of gpt-oss's YaRN,
+and reads deepseek2-joint only with 26 or 27 layers.
 
 Usage, from the root: python -m tests.models.weights.check_types [NAME ...] [--types Q4_K,Q8_0] [--llama-cpp]
 """
