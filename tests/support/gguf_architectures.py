@@ -128,7 +128,8 @@ def add_tensor(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
     else:
         number = gguf.GGMLQuantizationType[kind]
         if kind.endswith(("_K", "NVFP4")) or kind.startswith("IQ"):  # which the package does not quantize to
-            rows = random_blocks(BY_NAME[kind], *numbers.reshape(-1, numbers.shape[-1]).shape, len(name), 0.0003)
+            scale = 0.0001 if kind in ("Q6_K", "IQ4_XS") else 0.0003  # so that no type has much larger numbers
+            rows = random_blocks(BY_NAME[kind], *numbers.reshape(-1, numbers.shape[-1]).shape, len(name), scale)
             raw = rows.reshape(*numbers.shape[:-1], -1)
         else:
             raw = quantize(numbers, number)
