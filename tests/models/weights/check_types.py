@@ -51,7 +51,11 @@ METADATA = {
     **dict.fromkeys(("qwen2moe", "lfm2moe"), WIDE),
 }
 DELTA_NET = theta(70000.0, partial_rotary_factor=0.5, mrope_section=[11, 11, 10], mrope_interleaved=True)
-SETTINGS = {**dict.fromkeys(("qwen35", "qwen35moe"), DELTA_NET), "gemma4": {"global_head_dim": 128}}
+SETTINGS = {
+    **dict.fromkeys(("qwen35", "qwen35moe"), DELTA_NET),
+    "gemma4": {"global_head_dim": 128},
+    "granitehybrid-dense": {"shared_intermediate_size": 256},
+}
 LARGEST = 0.01  # difference that is rounding
 IN_BFLOAT16 = 1.25  # the same of files in BF16, whose activations are rounded, too, relative to transformers' rounding
 NAMES = [name for name in CASES if name != "phi3-longrope"]  # which has factors for heads of 16 numbers
