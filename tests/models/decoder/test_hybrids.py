@@ -25,6 +25,7 @@ from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
+from slipstream.reproducibility.shape_trials import Trials, spot_checks
 from tests.models.decoder.test_families import save_model
 from tests.support.architecture_checks import PROMPTS
 from tests.support.gguf_architectures import CASES, architecture, write_case
@@ -208,6 +209,14 @@ def test_rows_of_batches_of_1_to_8_have_the_bits_of_each_alone(name: str, roundi
             for slot, start in enumerate(starts):
                 assert torch.equal(logits[slot], alone[slot][start : start + width]), (rows, width, slot)
             starts = [start + width for start in starts]
+
+
+@pytest.mark.parametrize("rounding", ["none", "int4"])
+def test_the_layers_that_a_calibration_tries_have_the_same_bits_in_every_forward(rounding: str, folder: Path) -> None:
+    trials = Trials(stacked(folder, "qwen3_5_text", rounding), (200,), [1, 5, 8, 16, 64], 3)
+    assert trials.backend.layer_kinds() != shared(folder, "qwen3_5_text", rounding).layer_kinds()
+    trials.use_unit(256)
+    assert all(agrees() for agrees in spot_checks(trials))
 
 
 @pytest.mark.exhaustive
