@@ -18,6 +18,7 @@ from slipstream.models.cpu import compiled_layers
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.processor import ISA, isas_of, processor
 from slipstream.models.decoder.around_layers import layer_inputs
+from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.recurrence import RecurrentStates, Segment
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.load import load
@@ -217,6 +218,15 @@ def test_the_layers_that_a_calibration_tries_have_the_same_bits_in_every_forward
     assert trials.backend.layer_kinds() != shared(folder, "qwen3_5_text", rounding).layer_kinds()
     trials.use_unit(256)
     assert all(agrees() for agrees in spot_checks(trials))
+
+
+def test_layers_of_a_plan_are_tried_on_a_cache_that_needs_no_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    case, file = CASES["lfm2"], tmp_path / "model.gguf"
+    write_case(file, "lfm2", replace(case, settings=case.settings | FILES["lfm2"]), "Q8_0")
+    backend = load(str(file), LoadOptions()).backend
+    assert isinstance(backend, HFBackend)
+    assert type(backend.separate_subset([0, 1]).cache) is type(backend.cache) is SlotCache
 
 
 @pytest.mark.exhaustive

@@ -181,7 +181,8 @@ class HFBackend:
 
     def separate_subset(self, layers: Sequence[int]) -> HFBackend:
         subset = decoder_layers.make_layer_subset(self.model, self.num_layers, layers)
-        cache = _new_cache(subset, self.num_layers)
+        cache = type(self.cache)(self.num_layers)
+        cache.states = recurrent_states(subset)
         cache.store_as(self.cache.dtype)
         return HFBackend(subset, cache)
 
