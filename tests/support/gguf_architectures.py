@@ -128,7 +128,8 @@ def add_tensor(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
     else:
         number = gguf.GGMLQuantizationType[kind]
         if kind.endswith(("_K", "NVFP4")) or kind.startswith("IQ"):  # which the package does not quantize to
-            rows = random_blocks(BY_NAME[kind], *numbers.reshape(-1, numbers.shape[-1]).shape, len(name), 0.0003)
+            scale = 0.0001 if kind in ("Q6_K", "IQ4_XS") else 0.0003  # so that no type has much larger numbers
+            rows = random_blocks(BY_NAME[kind], *numbers.reshape(-1, numbers.shape[-1]).shape, len(name), scale)
             raw = rows.reshape(*numbers.shape[:-1], -1)
         else:
             raw = quantize(numbers, number)
@@ -635,7 +636,7 @@ CASES: dict[str, Case] = {
             [(name, numbers.squeeze(0))] if name.endswith("shared_expert_gate.weight") else None
         ),
     ),
-    "olmoe": Case("olmoe", {"num_experts": 8, "num_experts_per_tok": 2} | theta(9000.0)),
+    "olmoe": Case("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4} | theta(9000.0)),
     "granitemoe": Case(
         "granitemoe",
         theta(9000.0) | GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2},

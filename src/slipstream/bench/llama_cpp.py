@@ -28,7 +28,7 @@ from slipstream.sampling.params import SamplingParams
 
 PACKAGE = "llama-cpp-python"
 NEEDED = "{} needs llama-cpp-python; run: pip install llama-cpp-python"
-ERROR_LEVEL = 3  # GGML_LOG_LEVEL_ERROR
+ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 CONTEXT = 4096  # tokens that the cache has room for from the start
 BATCH = 512  # tokens of a prompt in one call, llama.cpp's own default
 ERRORS: list[str] = []  # llama.cpp's error messages since they were last cleared

@@ -18,6 +18,7 @@ from slipstream.models.cpu import compiled_layers
 from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.processor import ISA, isas_of, processor
 from slipstream.models.decoder.around_layers import layer_inputs
+from slipstream.models.decoder.cache import SlotCache
 from slipstream.models.decoder.recurrence import RecurrentStates, Segment
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.load import load
@@ -25,6 +26,7 @@ from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
+from slipstream.reproducibility.shape_trials import Trials, spot_checks
 from tests.models.decoder.test_families import save_model
 from tests.support.architecture_checks import PROMPTS
 from tests.support.gguf_architectures import CASES, architecture, write_case
@@ -208,6 +210,23 @@ def test_rows_of_batches_of_1_to_8_have_the_bits_of_each_alone(name: str, roundi
             for slot, start in enumerate(starts):
                 assert torch.equal(logits[slot], alone[slot][start : start + width]), (rows, width, slot)
             starts = [start + width for start in starts]
+
+
+@pytest.mark.parametrize("rounding", ["none", "int4"])
+def test_the_layers_that_a_calibration_tries_have_the_same_bits_in_every_forward(rounding: str, folder: Path) -> None:
+    trials = Trials(stacked(folder, "qwen3_5_text", rounding), (200,), [1, 5, 8, 16, 64], 3)
+    assert trials.backend.layer_kinds() != shared(folder, "qwen3_5_text", rounding).layer_kinds()
+    trials.use_unit(256)
+    assert all(agrees() for agrees in spot_checks(trials))
+
+
+def test_layers_of_a_plan_are_tried_on_a_cache_that_needs_no_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    case, file = CASES["lfm2"], tmp_path / "model.gguf"
+    write_case(file, "lfm2", replace(case, settings=case.settings | FILES["lfm2"]), "Q8_0")
+    backend = load(str(file), LoadOptions()).backend
+    assert isinstance(backend, HFBackend)
+    assert type(backend.separate_subset([0, 1]).cache) is type(backend.cache) is SlotCache
 
 
 @pytest.mark.exhaustive

@@ -35,6 +35,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     ("key", "value", "message"),
     [
         ("bits", 5, r"quantization_config.bits of config.json is 5; allowed: 2, 3, 4, 8"),
+        ("bits", 4.0, r"quantization_config.bits of config.json is 4.0; allowed: 2, 3, 4, 8"),
         ("group_size", 0, r"quantization_config.group_size of config.json is 0; allowed: a whole number from 1, or -1"),
         ("checkpoint_format", "marlin", r"checkpoint_format of config.json is 'marlin'; allowed: gptq, gptq_v2"),
     ],

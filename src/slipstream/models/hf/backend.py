@@ -181,7 +181,10 @@ class HFBackend:
 
     def separate_subset(self, layers: Sequence[int]) -> HFBackend:
         subset = decoder_layers.make_layer_subset(self.model, self.num_layers, layers)
-        return HFBackend(subset, _new_cache(subset, self.num_layers))
+        cache = type(self.cache)(self.num_layers)
+        cache.states = recurrent_states(subset)
+        cache.store_as(self.cache.dtype)
+        return HFBackend(subset, cache)
 
     def keep_hidden_states(self, layers: Sequence[int]) -> None:
         _, decoder = decoder_layers.decoder_layers(self.model, self.num_layers)

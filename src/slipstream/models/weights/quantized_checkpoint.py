@@ -73,7 +73,7 @@ class _Settings:
         value = self._config.get(name)
         value = default if value is None else value
         value = value.lower() if isinstance(value, str) else value
-        if isinstance(value, bool) or value not in allowed:
+        if isinstance(value, bool | float) or value not in allowed:
             raise self.wrong(name, value, ", ".join(str(choice) for choice in allowed if choice is not None))
         return value
 
