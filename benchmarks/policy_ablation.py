@@ -31,10 +31,6 @@ MECHANISMS = (
     ),
     Mechanism("trying again what was passed over", ((planner.Pause, "is_due", False), (planner, "TRIAL", 0.0))),
     Mechanism(
-        "the return to a first guess while a draft model is unused",
-        ((acceptance_model.ModelDrafts, "relax", do_nothing),),
-    ),
-    Mechanism(
         "counting what lookups leave to the draft model", ((planner, "OWN_TOKENS", 1e9), (planner, "ALL_TOKENS", 1e9))
     ),
     Mechanism("counting the time to read a text", ((costs.CostModel, "reading", lambda self, tokens: 0.0),)),

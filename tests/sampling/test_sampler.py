@@ -15,7 +15,7 @@ from slipstream import SamplingParams
 from slipstream.core.acceptance import accept, load_rule
 from slipstream.core.rng import Race, Stream, key
 from slipstream.core.types import Draft, Row
-from slipstream.sampling.sampler import NONE, Sampler
+from slipstream.sampling.sampler import NONE, Sampler, warp_options
 from tests.support.markers import needs_transformers, subcases
 
 VOCAB, EOS = 31, 2
@@ -379,3 +379,8 @@ def p_value(*streams: Stream) -> float:
 def test_draws_of_drafts_are_independent_of_the_targets() -> None:
     assert p_value() > 1e-3
     assert p_value(Stream.TOKEN) < 1e-6
+
+
+def test_the_options_of_a_distribution_are_the_requests() -> None:
+    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}
+    assert vars(warp_options(SamplingParams(**options))) == options

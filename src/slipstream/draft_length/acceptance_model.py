@@ -128,10 +128,6 @@ class ModelDrafts:
         """The expected yield of the row's next draft; until it has had one, that of all rows."""
         return self._rows.get(row, self._all)
 
-    def relax(self) -> None:
-        """Move the yield of new rows towards the first guess, because an unused draft model gives no evidence."""
-        self._all = self._all.towards(FIRST_YIELD, weight=0.02)
-
     def chance_of_next(self, row: Row, chances: Sequence[float]) -> float:
         """The probability that all tokens so far and the next one, which is not drafted yet, are accepted."""
         return self.acceptance_probs(row, chances)[-1] * self._by_position.chance(row, len(chances))

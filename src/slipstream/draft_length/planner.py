@@ -337,13 +337,8 @@ class Planner:
             is_left = is_of_model or accepted < self.model_drafts.of(row).accepted
             plan.share_left += min(1.0, len(newest.tokens) / OWN_TOKENS) * (is_left - plan.share_left)
             self._share_left += min(1.0, len(newest.tokens) / ALL_TOKENS) * (is_left - self._share_left)
-        if newest.num_rows > 1 or not self.reads or not self.has_model:
-            return
-        if self._has_read(row):
-            self._unread_seconds = 0.0
-            return
-        self.model_drafts.relax()
-        self._unread_seconds += newest.seconds.total
+        if newest.num_rows == 1 and self.reads and self.has_model:
+            self._unread_seconds = 0.0 if self._has_read(row) else self._unread_seconds + newest.seconds.total
 
     def _learn_search(self, rows: Sequence[Row]) -> None:
         """Learn what the newest round's search for retrieval drafts took, and what its drafts saved."""

@@ -10,6 +10,8 @@ Shapes: B rows, J positions, V vocabulary. `first` is the number of draft tokens
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from slipstream.sampling.warpers import Warp
 NONE = -1  # sampled where no token is left; harmless after a rejection, an error if committed
 # scores made into distributions at once: as many as fit a CPU's cache, or a GPU's memory
 HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 27
+_WARPED = attrgetter(*(field.name for field in fields(WarpOptions)))
 
 
 class Sampler:
@@ -273,7 +276,7 @@ def _one_hot(scores: Tensor) -> Tensor:
 
 def warp_options(params: SamplingParams) -> WarpOptions:
     """The options that shape a distribution."""
-    return WarpOptions(params.temperature, params.top_k, params.top_p, params.min_p)
+    return WarpOptions(*_WARPED(params))
 
 
 def _groups(rows: Sequence[Row], device: torch.device) -> Iterator[tuple[Warp, Tensor]]:

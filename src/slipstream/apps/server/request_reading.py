@@ -48,19 +48,8 @@ NUMBER = re.compile(r"\.\d+(?=\.)")  # the index of a list's item in the address
 IMAGES = ("image_url", "input_image", "image")  # types of parts
 ROLES = {"developer": "system", "function": "tool"}
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates whose thoughts are on or off
-# fields whose name and meaning are those of SamplingParams; None leaves its default
-SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop",
-    "num_draft_tokens",
-)
+# fields that are options of the same name; `sampling_params` converts some. The two others are read elsewhere
+SAME_NAMES = (SamplingFields.model_fields.keys() & vars(SamplingParams())) - {"n", "thinking_token_budget"}
 
 
 @dataclass(frozen=True)
