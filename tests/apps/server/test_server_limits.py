@@ -331,7 +331,7 @@ def test_a_short_request_passes_a_long_prompt_that_is_read_alone(gate: Gate) -> 
     with running_server(lambda: decoder) as server, in_thread(lambda: server.complete(**LONG_PROMPT)) as long:
         assert gate.reached.wait(PATIENCE)
         with in_thread(lambda: server.complete([8, 9], max_tokens=1)) as short:
-            server.wait_until(lambda: len(server.service.live) == 2)
+            server.wait_until(lambda: len(server.service.live) == 2 and not server.service._preparing)
             gate.opened.set()
     assert long[0].status_code == short[0].status_code == 200
     first = next(index for index, tokens in enumerate(forwards) if 8 in tokens)
