@@ -70,7 +70,7 @@ def _process_state() -> dict[str, Any]:
         **{name: value for name, value in os.environ.items() if name not in {*SET_FOR_GOOD, "PYTEST_CURRENT_TEST"}},
         **{number.name: signal.getsignal(number) for number in handled},
         "search path": list(sys.path),
-        "standard type": torch.get_default_dtype(),
+        "default dtype": torch.get_default_dtype(),
         "precision of float32": torch.get_float32_matmul_precision(),
         "oneDNN": torch.backends.mkldnn.enabled,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),

@@ -11,7 +11,8 @@ import pytest
 from tests.apps.server.test_messages_api import with_parts
 from tests.support.chat_templates import decoder_without_tools
 from tests.support.markers import subcases
-from tests.support.running_server import ARGUMENTS, RunningServer, running_server
+from tests.support.processes import PATIENCE
+from tests.support.running_server import ARGUMENTS, Gate, RunningServer, in_thread, running_server
 
 OPTIONS = {"temperature": 0, "num_predict": 20, "num_ctx": 4096}
 CHAT: dict[str, Any] = {
@@ -115,6 +116,18 @@ def test_a_request_without_a_prompt_and_time_unloads_the_model() -> None:
             answer = server.http.post(path, json={"model": "toy", "keep_alive": keep_alive}).json()
             assert answer["done_reason"] == reason
             assert len(server.http.get("/api/ps").json()["models"]) == number
+
+
+def test_a_model_in_use_is_not_unloaded() -> None:
+    gate = Gate()
+    with (
+        running_server(gate.load) as server,
+        in_thread(lambda: server.http.post("/api/chat", json=CHAT | {"stream": False})) as answers,
+    ):
+        assert gate.reached.wait(PATIENCE)
+        kept = server.http.post("/api/generate", json={"model": "toy", "keep_alive": 0}).json()
+        gate.opened.set()
+    assert kept["done_reason"] == "load" and answers[0].status_code == 200
 
 
 @subcases(

@@ -166,7 +166,7 @@ def serve(settings: ServerSettings, sources: Sequence[ModelSource], on_ready: Ca
             if server.failure is None:
                 raise
         finally:
-            if HANGUP is not None:
+            if HANGUP is not None and on_hangup is not None:  # None: it was not set from Python
                 signal.signal(HANGUP, on_hangup)
             gc.unfreeze()
             faulthandler.cancel_dump_traceback_later()

@@ -110,9 +110,8 @@ class AnswerFields(Fields):
     format: str | dict[str, Any] | None = None
     think: StrictBool | str | None = None
     options: Options | None = None
-    keep_alive: Annotated[float, NumberRange()] | str | None = (
-        None  # has an effect only in a request to unload the model
-    )
+    # zero in a request without a prompt unloads the model; else it has no effect
+    keep_alive: Annotated[float, NumberRange()] | str | None = None
     slipstream: SlipstreamOptions | None = None
 
 
@@ -292,14 +291,15 @@ async def _answer(http: Request, fields: OllamaChatFields | GenerateFields, *, i
     if is_empty:  # a request to load the model, or to unload it unless it is in use
         served = models_of(http)
         service = served.answering(fields.model.removesuffix(LATEST))
-        if unloads := fields.keep_alive in (0, "0", "0s", "0m", "0h"):
+        if fields.keep_alive in (0, "0", "0s", "0m", "0h"):
             service.unload()
         else:
             async with served.using(service):
                 pass
+        reason = "unload" if service.state == "unloaded" else "load"
         text = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
         head = {"model": fields.model, "created_at": _time(datetime.now(UTC))}
-        return JSONResponse({**head, **text, "done": True, "done_reason": "unload" if unloads else "load"})
+        return JSONResponse({**head, **text, "done": True, "done_reason": reason})
     make_writer = partial(OllamaWriter, model=fields.model, is_chat=is_chat)
     return await answer(http, conversation(fields), fields, make_writer)
 
