@@ -191,6 +191,15 @@ def test_the_command_line_binds_threads_before_pytorch_is_imported() -> None:
     assert run(code).split() == ["False", "None", "1", "true", "cores"]
 
 
+@needs_cores
+def test_threads_are_freed_too_where_the_user_binds_them() -> None:
+    code = (
+        "import slipstream.apps.cli, torch, os; from slipstream.models.cpu.thread_placement import free_thread\n"
+        "torch.ones(1 << 20).sum(); free_thread(); print(len(os.sched_getaffinity(0)))"
+    )
+    assert int(run(code, OMP_PROC_BIND="true")) == len(os.sched_getaffinity(0))
+
+
 @pytest.mark.parametrize("share, expected", [(2.5, 2), (0.5, 1), (4.0, 4), (9.0, 4), (None, 4)])
 def test_a_library_user_computes_with_the_containers_share_of_processors(
     share: float | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

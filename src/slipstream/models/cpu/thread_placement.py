@@ -51,9 +51,10 @@ def bind_threads(environment: MutableMapping[str, str]) -> None:
 
     In a container whose CPU quota is below its cores, set the number of threads to the quota instead.
     """
+    processors = first_processors()  # also where the user binds threads, see `free_thread`
     if any(name in environment for name in CHOSEN):
         return
-    share, processors = share_of_time(), first_processors()
+    share = share_of_time()
     if share is not None and share < physical_cores(processors):
         environment["OMP_NUM_THREADS"] = str(max(1, int(share)))
     else:

@@ -107,18 +107,28 @@ static void read_codes(int64_t type, const uint8_t *block, int g, uint8_t *codes
 }
 
 /* Puts some bits of the codes of 32 inputs of output `lane` into a plane, see CODINGS_OF. from: the first of these bits. */
-static void place_plane(int bits, int from, const uint8_t *codes, int lane, uint8_t *plane) {
+ALWAYS void place_plane(const int bits, const int from, const uint8_t *codes, int lane, uint8_t *plane) {
     uint32_t four[8], vectors[8] = {0};
     memcpy(four, codes, sizeof four);
+    #pragma GCC unroll 8
     for (int v = 0; v < 8; v++)
         vectors[v % bits] |= (four[v] >> from & 0x01010101u * (uint32_t)((1 << bits) - 1)) << v / bits * bits;
+    #pragma GCC unroll 8
     for (int v = 0; v < bits; v++) memcpy(plane + v * 64 + lane * 4, vectors + v, 4);
 }
 
-static void place_codes(int bits, const uint8_t *codes, int lane, uint8_t *to) {
-    int low = bits == 8 ? 8 : bits < 4 ? 2 : 4;
-    place_plane(low, 0, codes, lane, to);
-    if (bits > low) place_plane(bits - low, low, codes, lane, to + low * 64);
+ALWAYS void place_codes(const int bits, const uint8_t *codes, int lane, uint8_t *to) {
+    switch (bits) {
+        case 2: case 3: place_plane(2, 0, codes, lane, to); break;
+        case 8: place_plane(8, 0, codes, lane, to); break;
+        default: place_plane(4, 0, codes, lane, to);
+    }
+    switch (bits) {
+        case 3: place_plane(1, 2, codes, lane, to + 2 * 64); break;
+        case 5: place_plane(1, 4, codes, lane, to + 4 * 64); break;
+        case 6: place_plane(2, 4, codes, lane, to + 4 * 64); break;
+        default: break; /* one plane */
+    }
 }
 
 /* The 6-bit scale and minimum of 32 weights of Q4_K and Q5_K. */
