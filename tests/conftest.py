@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import random
 import signal
 import sys
 
@@ -86,6 +87,15 @@ def unchanged_process() -> Iterator[None]:
     after = _process_state()
     changed = [name for name in before | after if before.get(name) != after.get(name)]
     assert not changed, f"the test leaves changed: {', '.join(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def same_seeds(unchanged_process: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds that a test leaves open are the same in every run, whatever runs before it.
+
+    unchanged_process: looks at the process again after everything else is undone.
+    """
+    monkeypatch.setattr("secrets.randbits", random.Random(request.node.nodeid).getrandbits)
 
 
 @pytest.fixture(autouse=True)
