@@ -127,6 +127,7 @@ def pytest_configure(config: pytest.Config) -> None:
     The garbage collector is off until the first test: traversing all imported modules took a fifth of the start-up.
     """
     gc.disable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells ignore in programs of the background
     if OWN_CACHE in os.environ:
         return  # the process that started this one made it
     folder, kernels = Path(tempfile.mkdtemp(prefix="slipstream-tests-")), cache_folder() / "kernels"
