@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from slipstream.checks import arguments_named, changed_repr, check_whole, explained_fields, is_number, is_text, is_whole
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 LARGEST = 1e30  # leaves room in float32 for products with counts
 MAX_TEXTS = 1024  # of a prompt
-# options that models may bring; the first four are of sampling
-OWN_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 DEFAULT_MAX_TOKENS = 1024  # of an answer whose length nobody has set
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 OTHER_NAMES = {  # of other libraries, and what to write here
@@ -229,6 +227,9 @@ explained_fields(SamplingParams)
 SamplingParams.__init__ = arguments_named("SamplingParams", OTHER_NAMES)(  # type: ignore[method-assign]
     SamplingParams.__init__
 )
+# options that models may bring; all but the penalty have an effect only where tokens are sampled
+OWN_OPTIONS = tuple(f.name for f in fields(SamplingParams) if isinstance(f.default, Unset) and f.name != "max_tokens")
+SAMPLED = tuple(name for name in OWN_OPTIONS if name != "repetition_penalty")
 
 
 class SamplingOptions(TypedDict, total=False):
