@@ -128,7 +128,7 @@ class Transcription:
         return torch.stack(logits)
 
 
-pytestmark = [pytest.mark.slow, needs_transformers("5.24", "targets that declare whose keys their layers share")]
+pytestmark = needs_transformers("5.24", "targets that declare whose keys their layers share")
 
 STEPS = 4
 FAVORED = {7: 60.0, 9: 60.0}
@@ -219,6 +219,7 @@ def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
     return all(agreements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["large", pytest.param("small, one step", marks=pytest.mark.exhaustive)])
 def test_a_batch_drafts_what_transformers_do(kind: str) -> None:
     assert drafts_agree(decoder_of(written(kind)), kind)
@@ -275,6 +276,7 @@ def plain_texts(kind: str, options: str) -> list[list[int]]:
     return [result.token_ids for result in plain.generate(PROMPTS, params)]
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("drafter", mostly_exhaustive(["model", "auto", "hybrid"], "model", "auto"))
@@ -290,6 +292,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
         assert all(result.stats.num_draft_tokens for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -333,6 +336,7 @@ def test_targets_whose_last_layers_share_keys_run_on_the_slot_cache() -> None:
         decoder.using("layer_skip:2")
 
 
+@pytest.mark.slow
 def test_loaded_models_draft_as_their_files_do() -> None:
     target, assistant = written("large").models
     decoder = SpeculativeDecoder(target, assistant, drafter="model", num_draft_tokens=STEPS, fast=False)
