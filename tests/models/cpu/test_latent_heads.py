@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,6 @@ from tests.models.decoder.test_families import save_model
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 LONG = 600  # positions: two stretches of attention
 IDS = torch.randint(3, 320, (1, LONG), generator=torch.Generator().manual_seed(6))
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

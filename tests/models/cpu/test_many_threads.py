@@ -31,12 +31,6 @@ over_threads = pytest.mark.parametrize("threads", [*FEW, *MANY])
 ROWS = (1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 40)
 
 
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
-
-
 def gates(rows: int, size: int, dtype: torch.dtype) -> Tensor:
     """Gates as a joint product leaves them: a view of half the columns."""
     columns = torch.randn(1, rows, 2 * size, generator=torch.Generator().manual_seed(0)) * 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -67,12 +67,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in HYBRIDS:
         save_model(name, path / name, **(SOME_EXPERTS if name in MIXTURES else {}))
     return path
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -44,12 +44,6 @@ METADATA = {"glm4moe": {"rope.dimension_count": 32}}
 IDS = torch.randint(3, 250, (1, 96), generator=torch.Generator().manual_seed(2))
 SPEED = Path(__file__).parents[3] / "docs" / "speed.md"
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags and name != "amx"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
