@@ -12,15 +12,15 @@ from torch import nn
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
 from slipstream.models.cpu.float16_linear import in_panels, not_in_panels
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from tests.support.architectures import tiny_model
+from tests.support.markers import needs_kernels
 from tests.support.plain_texts import alone_and_together
 from tests.support.quantized_files import kl
 from tests.support.tiny_models import fresh, prompts
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = needs_kernels
 
 
 def saved(folder: Path, name: str = "llama", **changes: Any) -> Any:

@@ -22,10 +22,11 @@ from slipstream.models.cpu.quantized_linear import (
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
+from tests.support.markers import needs_kernels
 from tests.support.plain_texts import drafted_as_plain
 from tests.support.tiny_models import fresh, prompts, reference, shared
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = needs_kernels
 PROMPT = prompts([9])[0]
 WIDER = {"hidden_size": 64, "intermediate_size": 96}
 
