@@ -168,7 +168,7 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise UsageError(f"logit_bias={self.logit_bias!r}; allowed: a mapping from token id to a number")
         for token, bias in self.logit_bias.items():
-            if not is_whole(token) or not (is_number(bias, -LARGEST, LARGEST) or _is_minus_infinity(bias)):
+            if not is_whole(token) or not (is_number(bias, -LARGEST, LARGEST) or bias == -math.inf):
                 raise UsageError(
                     f"logit_bias={{{token!r}: {bias!r}}}; allowed: token ids >= 0 with finite numbers or -inf"
                 )
@@ -287,10 +287,6 @@ def _as_python(value: Any) -> Any:
     if type(value) is dict:
         return {_as_python(key): _as_python(item) for key, item in value.items()}
     return value
-
-
-def _is_minus_infinity(value: object) -> bool:
-    return isinstance(value, float) and value == -math.inf
 
 
 def _is_word(value: object) -> bool:
