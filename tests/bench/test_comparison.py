@@ -45,7 +45,6 @@ def test_hugging_face_gets_the_same_options(options: dict[str, Any]) -> None:
     assert all(line["different"] == line["not_compared"] == 0 for line in counts.values())
 
 
-@pytest.mark.slow
 def test_compare_needs_no_params() -> None:
     (comparison,) = compare(SpeculativeDecoder("toy", drafter="ngram"), ["The heron"])
     assert len(comparison.runs["plain"].token_ids) <= SamplingParams().max_tokens
@@ -82,7 +81,6 @@ def test_options_that_hugging_face_does_not_apply_are_refused_by_name(name: str,
     assert next(compare(pair(), PROMPTS, params)).runs.keys() == {PLAIN, SPECULATIVE}
 
 
-@pytest.mark.slow
 def test_sampled_text_is_compared_only_under_the_match_rule() -> None:
     params = SamplingParams(max_tokens=24, temperature=1.0)
     for rule, compared in (("rejection", False), ("match", True)):

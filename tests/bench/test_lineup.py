@@ -107,7 +107,6 @@ def test_a_failed_arm_is_an_error_line_and_the_others_continue(tmp_path: Path) -
     assert none.speed is not None and ngram.speed is None and ngram.failed == 2
 
 
-@pytest.mark.slow
 def test_texts_of_lossless_arms_are_identical_alone_and_in_a_batch(tmp_path: Path) -> None:
     arms = "none,ngram@3,ngram_table,model@4,none.plain"
     runs = measured(tmp_path, toy(), arms, batches=(1, 2, 3), repeats=2)
@@ -135,7 +134,6 @@ def test_a_wrong_rule_is_caught_in_greedy_texts(tmp_path: Path, sampled: bool) -
     assert bool(wrong_texts(summarize(runs, "model@4"))) is not sampled
 
 
-@pytest.mark.slow
 def test_sampled_texts_are_compared_only_under_the_match_rule(tmp_path: Path) -> None:
     arms = "none,ngram,model@4,model@4/block,model@4/rejection,ngram/rejection,none~0.5"
     runs = measured(tmp_path, toy(), arms, replace(GREEDY, temperature=0.9, seed=3))

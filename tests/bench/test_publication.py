@@ -23,7 +23,6 @@ from slipstream.bench.summary import summarize, without_few_prompts
 from slipstream.errors import UsageError
 from tests.support.toy_runs import NASTY, fail, make
 
-pytestmark = pytest.mark.slow
 ARMS = ("none", "ngram@2", "model@3", "model@3/topk:2", "token_recycling@2/block")
 
 
@@ -173,6 +172,7 @@ def test_the_draft_model_is_named_only_with_the_arms_that_use_it(data: Records) 
     assert models(replace(data, references={"none": "none", "auto": "none"})) == "toy with toy:2 as draft model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

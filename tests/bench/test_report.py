@@ -39,8 +39,6 @@ from slipstream.models.toy import ToyTokenizer
 from slipstream.text.round_view import views
 from tests.support.toy_runs import NASTY, fail, make, summarized, timed
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -152,6 +150,7 @@ def test_only_the_fastest_of_each_kind_is_shown_if_there_are_many_arms() -> None
     assert len(selected(summaries[:6])) == 6
 
 
+@pytest.mark.slow
 def test_plots_are_valid_files_and_deterministic(folder: Path, tmp_path: Path) -> None:
     drawn = charts(load(folder))[:2]
     files = plots.save(drawn, tmp_path / "a")
@@ -451,6 +450,7 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, settings: dict[str, An
         write_report(tmp_path)
 
 
+@pytest.mark.slow
 def test_arms_that_tune_chose_while_it_measured_are_reported(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,6 +465,7 @@ def test_arms_that_tune_chose_while_it_measured_are_reported(
     assert label("model@3") in write_report(tmp_path, ToyTokenizer()).read_text()
 
 
+@pytest.mark.slow
 def test_report_loads_no_weights(capsys, monkeypatch, folder: Path) -> None:
     assert any(command.callback is report_command for command in app.registered_commands)
     monkeypatch.setattr(report, "charts", lambda data: [])  # the charts are tested above

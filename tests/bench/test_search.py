@@ -21,8 +21,6 @@ from slipstream.text.prompt_sets import builtin_prompts
 from slipstream.text.results import Stats
 from tests.support.toy_runs import PROMPTS, ticking
 
-pytestmark = pytest.mark.slow
-
 SECONDS = [1.0, 2.0, 1.5, 0.8, 1.2, 3.0, 0.9, 1.1]  # of plain decoding, by group
 GROUPS = [Group((BenchPrompt(f"chat/{i}", "chat", i, "x"),)) for i in range(len(SECONDS))]
 NAMES = ("ngram@2", "ngram@4", "suffix@2", "suffix@4", "model@2", "model@4", "auto")
@@ -86,7 +84,11 @@ def test_the_choice_is_within_three_percent_of_the_best(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("speed_up", "noise", "lost"),
-    [(0.7, 0.01, "no gain beyond the noise"), (1.01, 0.0, "gains less than 2%"), (1.03, 0.5, "no gain beyond")],
+    [
+        (0.7, 0.01, "no gain beyond the noise"),
+        (1.01, 0.0, "gains less than 2%"),
+        pytest.param(1.03, 0.5, "no gain beyond", marks=pytest.mark.slow),
+    ],
 )
 def test_a_winner_without_a_certain_gain_is_not_advised(speed_up: float, noise: float, lost: str) -> None:
     advice = raced(Scripted(dict.fromkeys(NAMES, speed_up), noise=noise), seconds=300)
@@ -153,6 +155,7 @@ def tuned(
     return tune(space, meter, prompts, [1, 2], 3), budget, space
 
 
+@pytest.mark.slow
 def test_candidates_name_which_of_several_draft_models_they_use(tmp_path: Path) -> None:
     result, _, space = tuned(tmp_path, 2, drafts=("toy:2", "toy:4"))
     for advice in result.advice:
@@ -183,6 +186,7 @@ def test_a_budget_too_small_for_one_run_of_each_is_refused(tmp_path: Path, secon
     assert runs <= len(read_records(tmp_path)[1]) < 11
 
 
+@pytest.mark.slow
 def test_a_small_budget_gives_advice_that_is_called_unconfirmed_and_names_one_that_is_enough(tmp_path: Path) -> None:
     advice = tuned(tmp_path, 60, tick=1.0)[0].advice[0]
     counts = Counter(run.arm for run in read_records(tmp_path)[1] if run.batch == 1)

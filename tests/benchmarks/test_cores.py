@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from slipstream import UsageError
 from slipstream.bench.records import Run
-from slipstream.models.cpu.kernel_libraries import kernels
+from tests.support.markers import needs_kernels
 from tests.support.tiny_models import fresh, tokenizer
 
 pytestmark = pytest.mark.exhaustive
@@ -88,7 +88,7 @@ def tiny(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+@needs_kernels
 def test_bits_are_compared_over_thread_counts_and_a_difference_is_caught(
     cores: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +105,7 @@ def test_bits_are_compared_over_thread_counts_and_a_difference_is_caught(
     assert report["different"] == [{"threads": 5, "width": width}]  # and no others
 
 
-@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+@needs_kernels
 def test_a_step_counts_the_bytes_of_weights_and_of_all_earlier_positions(cores: Any, tiny: Path) -> None:
     report = cores.steps_after(str(tiny), "1024", "128", "9999")
     assert [step["context"] for step in report["contexts"]] == [128, 1024]  # the model has no 9,999 positions

@@ -9,14 +9,14 @@ import mixture_forwards
 import pytest
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.processor import ISA, NEEDED, processor
+from tests.support.markers import needs_kernels
 
 pytest.importorskip("gguf")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+@needs_kernels
 def test_no_forward_differs_but_those_of_the_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISA, "")  # restored afterwards
     best, out = next(name for name, flags in NEEDED.items() if set(flags) <= processor().flags), tmp_path / "out.json"

@@ -10,14 +10,14 @@ import mixture_forwards
 import predicted_seconds
 import pytest
 
-from slipstream.models.cpu.kernel_libraries import kernels
+from tests.support.markers import needs_kernels
 
 pytest.importorskip("gguf")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+@needs_kernels
 def test_all_kinds_of_tokens_are_predicted_and_measured(tmp_path: Path) -> None:
     file, out, shape = tmp_path / "tiny.gguf", tmp_path / "out.json", mixture_forwards.SHAPES["tiny"]
     mixture_forwards.write(file, shape, 2)

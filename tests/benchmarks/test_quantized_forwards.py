@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,15 @@ import quantized_forwards
 import torch
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.processor import NEEDED, processor
 from tests.support.gguf_files import write_model
+from tests.support.markers import needs_avx2
 from tests.support.quantized_files import SHAPE
 from tests.support.tiny_models import fresh, tokenizer
 
 pytest.importorskip("gguf")
 pytestmark = [
     pytest.mark.exhaustive,
-    pytest.mark.skipif(
-        shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-    ),
+    needs_avx2,
 ]
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import quantized_texts
 import torch
 
-from slipstream.models.cpu.processor import NEEDED, processor
 from tests.support.gguf_files import write_model
+from tests.support.markers import needs_avx2
 
 pytest.importorskip("gguf")
 pytestmark = [
     pytest.mark.exhaustive,
-    pytest.mark.skipif(
-        shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-    ),
+    needs_avx2,
 ]
 
 

@@ -29,7 +29,6 @@ def checks(decoder: SpeculativeDecoder) -> list[Check]:
     return list(Verifier(decoder, PROMPTS, max_tokens=24, budget=0.0).run())
 
 
-@pytest.mark.slow
 def test_ngram_drafts_are_certified() -> None:
     results = checks(SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens=3))
     assert [check for check in results if check.failed] == []
@@ -113,7 +112,6 @@ BLIND: dict[str, tuple[type[BatchProcessor], Callable[..., None]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BLIND)
 def test_an_option_that_ignores_the_draft_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = SpeculativeDecoder("toy", "toy:2", num_draft_tokens=6)
@@ -130,13 +128,11 @@ def test_the_stop_string_of_its_check_comes_after_drafts() -> None:
     assert finding.passed and int(finding.detail.split()[-3]) >= 4  # of "..., N tokens drafted"
 
 
-@pytest.mark.slow
 def test_without_drafts_nothing_is_certified() -> None:
     verifier = Verifier(SpeculativeDecoder("toy", drafter="none"), PROMPTS, max_tokens=40, budget=0.0)
     assert verifier.checks["distribution of sampled text"]().passed is False
 
 
-@pytest.mark.slow
 def test_a_test_that_misses_a_raw_bonus_token_is_reported_as_powerless(monkeypatch: pytest.MonkeyPatch) -> None:
     # without options that change logits, a bonus token from the raw logits is right and cannot be caught
     monkeypatch.setattr(LawChecks, "_params", [SamplingParams(temperature=1.0)])

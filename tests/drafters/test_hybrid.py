@@ -19,6 +19,7 @@ from slipstream.drafters import Setup, suffix
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import InTurn
 from tests.support.markers import mostly_exhaustive
+from tests.support.plain_texts import drafted_as_plain
 from tests.support.rounds import add_round
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
@@ -159,9 +160,7 @@ def test_the_text_is_that_of_plain_decoding(temperature: float) -> None:
     drafting = {"drafter": "hybrid:3", "acceptance": "match", "num_draft_tokens": 4}
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), **drafting)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
-    texts = [text + text for text in prompts((4, 20, 9))]
-    results, plain = decoder.generate(texts, params), decoder.using("none").generate(texts, params)
-    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    results = drafted_as_plain(decoder, [text + text for text in prompts((4, 20, 9))], params)
     assert sum(r.stats.num_accepted_tokens for r in results) > 0
 
 
@@ -177,7 +176,5 @@ def test_bad_arguments_are_refused() -> None:
 @pytest.mark.usefixtures("cache_audit")
 def test_the_draft_models_cache_is_right_after_rounds_it_sat_out() -> None:
     decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="hybrid")
-    texts = prompts((4, 20, 9, 30))
-    results = decoder.generate([text + text for text in texts], SamplingParams(max_tokens=60))
-    plain = decoder.using("none").generate([text + text for text in texts], SamplingParams(max_tokens=60))
-    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    texts = [text + text for text in prompts((4, 20, 9, 30))]
+    drafted_as_plain(decoder, texts, SamplingParams(max_tokens=60))

@@ -29,6 +29,7 @@ from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import engine, run
 from tests.support.fake_cuda_graph import Tape
 from tests.support.markers import mostly_exhaustive
+from tests.support.plain_texts import drafted_as_plain
 from tests.support.tiny_models import ARCHITECTURES, VOCAB, fresh, prompts, shared
 
 
@@ -86,20 +87,15 @@ def llama() -> Any:
 )
 def test_all_layers_together_draft_what_the_target_generates(name: str, params: SamplingParams) -> None:
     decoder = decoder_of(shared(name))
-    plain = decoder.generate(PROMPTS, params)
     count = decoder.target.backend.num_layers
-    results = decoder.using(f"layer_skip:{count}").generate(PROMPTS, params)
-    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    results = drafted_as_plain(decoder.using(f"layer_skip:{count}"), PROMPTS, params)
     assert all(r.stats.acceptance_rate == 1 and r.stats.num_draft_tokens > 10 for r in results)
 
 
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize("argument", mostly_exhaustive(["1", "0,2-3", "2+p=30"], "0,2-3"))
 def test_fewer_layers_are_rejected_more_often_and_change_no_text(llama: Any, argument: str) -> None:
-    decoder = decoder_of(llama)
-    plain = decoder.using("none").generate(PROMPTS, SAMPLED)
-    results = decoder.using(f"layer_skip:{argument}").generate(PROMPTS, SAMPLED)
-    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    results = drafted_as_plain(decoder_of(llama).using(f"layer_skip:{argument}"), PROMPTS, SAMPLED)
     assert sum(r.stats.num_rejected_rounds for r in results) > 10
 
 
@@ -108,9 +104,7 @@ def test_in_reproducible_mode_the_text_is_that_of_plain_decoding(llama: Any) -> 
     decoder = decoder_of(llama, reproducible=True)
     assert decoder.reproducible
     for params in (GREEDY, SAMPLED):
-        plain = decoder.generate(PROMPTS, params)
-        results = decoder.using("layer_skip:3").generate(PROMPTS, params)
-        assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+        drafted_as_plain(decoder.using("layer_skip:3"), PROMPTS, params)
 
 
 def propose(drafter: Any, rows: list[Row], lengths: list[int], target: Session) -> Draft:
@@ -241,8 +235,7 @@ def test_packed_layers_draft_what_plain_layers_draft() -> None:
     plain = decoder_of(fresh("llama", num_hidden_layers=3))
     packed = decoder_of(fresh("llama", num_hidden_layers=3), "layer_skip:2", fast=True)
     assert packed.target.packed
-    results = packed.generate(PROMPTS, GREEDY)
-    assert [r.token_ids for r in results] == [r.token_ids for r in plain.generate(PROMPTS, GREEDY)]
+    results = drafted_as_plain(packed, PROMPTS, GREEDY, plain=plain)
     eager = plain.using("layer_skip:2").generate(PROMPTS, GREEDY)
     assert [r.stats.num_accepted_tokens for r in results] == [r.stats.num_accepted_tokens for r in eager]
 

@@ -26,6 +26,7 @@ from slipstream.drafters.ngram_table import NgramTableDrafter
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
 from tests.support.markers import mostly_exhaustive, subcases
+from tests.support.plain_texts import drafted_as_plain
 from tests.support.tiny_models import VOCAB, prompts, shared
 
 CPU = torch.device("cpu")
@@ -225,9 +226,7 @@ def test_text_is_that_of_plain_decoding_greedy_and_seeded(kind: str, size: int) 
         max_batch_size=size,
         reproducible=False,
     )
-    plain = decoder.using("none").generate(texts, params)
-    results = decoder.generate(texts, params)
-    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    results = drafted_as_plain(decoder, texts, params)
     rounds = [round for result in results for round in result.rounds]
     assert any(round.num_accepted_tokens for round in rounds) and any(round.rejected for round in rounds)
 

@@ -15,6 +15,7 @@ from slipstream.drafters.model.model_drafter import ModelDrafter
 from slipstream.drafters.model.parallel_scorer import MOST
 from slipstream.wiring.model_pair import ModelPair
 from tests.support.draft_steps import same_logits, step_logits
+from tests.support.plain_texts import alone_and_together
 from tests.support.tiny_models import VOCAB, fresh, prompts, shared, tokenizer
 
 MASK = 5
@@ -107,10 +108,7 @@ def test_masks_that_stay_in_the_cache_change_later_drafts(monkeypatch: pytest.Mo
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(drafter: str, options: dict[str, Any]) -> None:
     decoder = decoder_of(drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else 4)
     texts, params = prompts([3, 17, 9, 40, 5]), SamplingParams(max_tokens=24, **options)
-    plain = decoder.using("none")
-    expected = [result.token_ids for result in plain.generate(texts, params)]
-    assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
-    assert [result.token_ids for result in decoder.generate(texts, params)] == expected
+    alone_and_together(decoder, texts, params)
 
 
 @pytest.mark.parametrize("acceptance", ["block", "rejection"])

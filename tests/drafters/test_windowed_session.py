@@ -13,6 +13,7 @@ from slipstream.core.types import Row
 from slipstream.drafters.model.windowed_session import BEGINNING, PartialRow, WindowedSession, num_tokens_skipped
 from slipstream.models.hf.backend import HFBackend
 from tests.support.markers import mostly_exhaustive, subcases
+from tests.support.plain_texts import drafted_as_plain
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 LIMIT = 128
@@ -70,14 +71,9 @@ def test_the_text_is_that_of_plain_decoding(temperature: float, monkeypatch: pyt
     decoder = SpeculativeDecoder(shared("llama"), perturbed("llama"), drafter="model", **options)
     texts = prompts([300, 17, 250])
     params = [SamplingParams(temperature=temperature, max_tokens=30, seed=seed) for seed in range(3)]
-    results = decoder.generate(texts, params)
-    plain = decoder.using("none", num_draft_tokens="auto").generate(texts, params)
-    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    results = drafted_as_plain(decoder, texts, params)
     assert sum(r.stats.num_accepted_tokens for r in results) > 5
-    long_prompt = [texts[0] + results[0].token_ids + texts[1]]
-    assert decoder.generate(long_prompt, params[:1])[0].token_ids == (
-        decoder.using("none", num_draft_tokens="auto").generate(long_prompt, params[:1])[0].token_ids
-    )
+    drafted_as_plain(decoder, [texts[0] + results[0].token_ids + texts[1]], params[:1])
 
 
 def test_a_partial_row_places_rounds_without_the_skipped_tokens() -> None:

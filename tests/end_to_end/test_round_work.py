@@ -33,13 +33,13 @@ def with_fixed_costs(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     ("draft", "settings", "most"),
     [
         (None, {"drafter": "none"}, Work(56, 34, 22, 14)),
-        (None, {"drafter": "ngram", "num_draft_tokens": 7}, Work(83, 48, 24, 14)),
+        (None, {"drafter": "ngram", "num_draft_tokens": 7}, Work(81, 48, 24, 14)),
         # a few rounds read the prompt, and all tokens of the first call's output
-        (None, {"drafter": "suffix", "num_draft_tokens": 7}, Work(274, 70, 27, 15)),
-        ("toy:2", {"drafter": "model", "num_draft_tokens": 4}, Work(165, 87, 24, 17)),
+        (None, {"drafter": "suffix", "num_draft_tokens": 7}, Work(241, 70, 27, 15)),
+        ("toy:2", {"drafter": "model", "num_draft_tokens": 4}, Work(162, 87, 24, 17)),
         # the text of the first call is drafted again in a few rounds; half of the calls are for single tokens of drafts
-        (None, {}, Work(267, 113, 28, 15)),
-        ("toy:2", {}, Work(198, 103, 30, 17)),
+        (None, {}, Work(248, 113, 28, 15)),
+        ("toy:2", {}, Work(192, 103, 30, 17)),
     ],
     ids=["plain", "ngram@7", "suffix@7", "model@4", "auto", "auto with a draft model"],
 )

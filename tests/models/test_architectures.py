@@ -10,12 +10,11 @@ from slipstream import SamplingParams
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.sampling.sampler import Sampler
 from tests.support.architecture_checks import PROMPTS, Checks, Outcome, PartlyWrongDrafter, check, check_wide
 from tests.support.architecture_configs import CONFIGS, NOT_CAUSAL
 from tests.support.architectures import Unbuilt, model_types, tiny_model
-from tests.support.markers import mostly_exhaustive, mostly_slow, needs_transformers
+from tests.support.markers import mostly_exhaustive, mostly_slow, needs_kernels, needs_transformers
 
 CPU = torch.device("cpu")
 FAMILIES = {
@@ -82,7 +81,7 @@ def test_texts_are_those_of_generate_whatever_number_of_tokens_is_accepted() -> 
     assert check("cohere2").verdict == "works"
 
 
-@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+@needs_kernels
 def test_the_wide_size_reaches_the_kernels() -> None:
     wide = check_wide("llama")
     assert (wide.verdict, wide.kernels) == ("works", "all layers in one call"), wide

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear, compressed_or_packed
 from slipstream.models.cpu.quantized_linear import QuantizedLinear, quantized
 from slipstream.models.draft_vocabulary import RestrictedHead, restricted_head
+from tests.support.markers import needs_kernels
 
 FIRST, OUTPUTS, INPUTS = 32, 96, 64
 OTHERS = torch.tensor([95, 40, 33, 64])
@@ -67,7 +67,7 @@ def test_a_failure_ends_the_restriction() -> None:
     assert torch.equal(head(x), head.complete(x))
 
 
-@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+@needs_kernels
 @torch.inference_mode()
 def test_a_restricted_kernel_shares_the_weights_of_the_whole_one() -> None:
     for kind, kernel in (("int4", QuantizedLinear), ("int8", QuantizedLinear), ("compressed", CompressedLinear)):

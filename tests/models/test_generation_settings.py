@@ -87,7 +87,8 @@ def test_options_that_a_caller_leaves_out_are_the_models_own() -> None:
 
 
 def test_several_texts_need_a_temperature_of_the_caller_or_the_model() -> None:
-    assert len(SpeculativeDecoder(with_settings(**OWN), reproducible=False).generate(PROMPT, n=2).alternatives) == 1
+    sampling = SpeculativeDecoder(with_settings(**OWN), reproducible=False)
+    assert len(sampling.generate(PROMPT, n=2, max_tokens=4).alternatives) == 1
     with pytest.raises(UsageError, match=r"^n=2; allowed: 1 with temperature=0"):
         SpeculativeDecoder(shared("llama"), reproducible=False).generate(PROMPT, n=2)
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.models.cpu.block_linear import block_linears
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
@@ -24,9 +23,9 @@ from slipstream.models.plain_models import load_unpacked
 from slipstream.models.quantized_models import WITH_LANGUAGE_PART
 from slipstream.models.weights.gguf_tensors import RowsOfFile
 from tests.models.decoder.test_families import CONFIGS, SHAPE, randomize
-from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow, needs_kernels
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = needs_kernels
 
 # with as many layers as the language part, which must not be taken for it
 TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": 14}

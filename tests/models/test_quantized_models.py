@@ -16,19 +16,15 @@ from safetensors.torch import load_file, save_file
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cpu.block_linear import block_linears
-from slipstream.models.cpu.kernel_libraries import NEEDED
-from slipstream.models.cpu.processor import processor
 from slipstream.models.cpu.quantized_linear import rounded
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_unpacked
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_slow, needs_avx2
+from tests.support.plain_texts import alone_and_together
 from tests.support.quantized_files import SHAPE, kl, write_checkpoint
 from tests.support.tiny_models import fresh
 
-kernels = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
 PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
 
@@ -71,7 +67,7 @@ def test_a_narrower_range_is_chosen_where_its_codes_are_nearer() -> None:
     assert (rounded(weight, 4).values() - weight).square().sum() < (whole - weight).square().sum() * 0.95
 
 
-@kernels
+@needs_avx2
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_logits_are_those_of_the_rounded_weights(quantize: str, folder: str) -> None:
     loaded = load(folder, LoadOptions(activations="int15", rounding=quantize))
@@ -92,17 +88,15 @@ def test_logits_are_those_of_the_rounded_weights(quantize: str, folder: str) -> 
     assert torch.equal(weight, rounded(first.detach(), 4 if quantize == "int4" else 8).values())
 
 
-@kernels
+@needs_avx2
 @pytest.mark.parametrize("quantize", mostly_slow(["int4", "int8"], "int4"))
 def test_texts_are_the_same_with_drafts_and_in_batches(quantize: str, folder: str) -> None:
     decoder = SpeculativeDecoder(folder, quantize=quantize, max_batch_size=3)
     assert decoder.reproducible and f"quantized to {quantize}, group 32" in repr(decoder)
     params = SamplingParams(max_tokens=30)
-    plain = [decoder.using("none").generate(prompt, params).token_ids for prompt in PROMPTS]
     for length in (1, 6, 15):
-        drafting = decoder.using("ngram", num_draft_tokens=length)
-        assert [result.token_ids for result in drafting.generate(PROMPTS, params)] == plain
-    assert len({tuple(text) for text in plain}) == len(PROMPTS)
+        results = alone_and_together(decoder.using("ngram", num_draft_tokens=length), PROMPTS, params)
+    assert len({tuple(result.token_ids) for result in results}) == len(PROMPTS)
 
 
 def test_a_draft_model_is_not_quantized_with_its_target(folder: str) -> None:
@@ -126,7 +120,7 @@ def test_without_kernels_the_rounded_weights_are_unpacked_with_one_warning(
     assert torch.equal(expected.bfloat16(), unpacked)
 
 
-@kernels
+@needs_avx2
 def test_a_configuration_whose_buffers_are_not_finite_is_refused(folder: str, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "damaged")
     config = json.loads(Path(folder, "config.json").read_text())
@@ -138,7 +132,7 @@ def test_a_configuration_whose_buffers_are_not_finite_is_refused(folder: str, tm
         load(str(tmp_path / "damaged"), LoadOptions())
 
 
-@kernels
+@needs_avx2
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -185,7 +179,7 @@ def test_models_that_cannot_be_quantized_are_refused(folder: str, tmp_path: Path
         load(str(tmp_path / "odd"), LoadOptions(rounding="int8"))
 
 
-@kernels
+@needs_avx2
 def test_biases_that_the_model_lacks_are_refused_when_quantizing_at_load(folder: str, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "more")
     tensors, name = load_file(tmp_path / "more" / "model.safetensors"), "model.layers.0.mlp.up_proj"

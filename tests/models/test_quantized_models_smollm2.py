@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.cpu.kernel_libraries import NEEDED
-from slipstream.models.cpu.processor import processor
+from tests.support.markers import needs_avx2
 
 pytestmark = [
     pytest.mark.smollm2,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-    ),
+    needs_avx2,
 ]
 QUESTIONS = ["List the days of the week, twice.", "Why is the sky blue?"]
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.backend_capabilities import RowSegment, is_shape_independent
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import PackedLinear, compressed_or_packed, pack
 from slipstream.models.cpu.quantized_linear import quantized
 from slipstream.models.decoder.fused_linear import fuse
@@ -20,6 +19,7 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.reproducibility.calibration import TOTALS, TOTALS_IF_GUARANTEED, Calibration, calibrate
 from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, FURTHER_WIDTHS, TOGETHER, WIDTHS
+from tests.support.markers import needs_kernels
 from tests.support.rounding_backends import (
     BATCH,
     BIT,
@@ -34,7 +34,6 @@ from tests.support.tiny_models import VOCAB, fast, fresh
 
 ALL_WIDTHS = tuple(sorted(WIDTHS + FURTHER_WIDTHS))
 Convert = Callable[[nn.Linear], nn.Module]
-needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 
 
 class Claims(RoundingBackend):

@@ -15,6 +15,7 @@ from slipstream import SamplingParams
 from slipstream.core.acceptance import accept, load_rule
 from slipstream.core.rng import Race, Stream, key
 from slipstream.core.types import Draft, Row
+from slipstream.sampling.params import SAMPLED
 from slipstream.sampling.sampler import NONE, Sampler, warp_options
 from tests.support.markers import needs_transformers, subcases
 
@@ -383,4 +384,4 @@ def test_draws_of_drafts_are_independent_of_the_targets() -> None:
 
 def test_the_options_of_a_distribution_are_the_requests() -> None:
     options = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}
-    assert vars(warp_options(SamplingParams(**options))) == options
+    assert vars(warp_options(SamplingParams(**options))) == options and options.keys() == set(SAMPLED)

@@ -7,6 +7,7 @@ value is). `--exhaustive` runs whole products, and the tests marked `exhaustive`
 from __future__ import annotations
 
 import reprlib
+import shutil
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import wraps
 from inspect import Parameter, signature
@@ -17,7 +18,14 @@ import pytest
 import transformers
 from packaging.version import Version
 
+from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.cpu.processor import NEEDED, processor
+
 STRENGTHS = {"each_value": 1, "pairwise": 2}
+needs_avx2 = pytest.mark.skipif(
+    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+)
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 
 
 def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:

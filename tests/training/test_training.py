@@ -29,7 +29,7 @@ from tests.support.markers import mostly_exhaustive
 from tests.support.tiny_models import LETTERS, fresh, prompts, tokenizer
 from tests.support.training_cases import decoder, job, small, target, train
 
-SHORT = {"num_steps": 16, "num_tokens": 1000}
+SHORT = {"num_steps": 4, "num_tokens": 600}
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,9 @@ def test_a_trained_head_changes_no_text_and_accepts_what_was_estimated(trained: 
     assert measured == pytest.approx(estimated, abs=0.1)  # the first token of a text is a round of its own
 
 
-@pytest.mark.slow
-def test_the_trained_network_drafts_what_its_written_files_draft(trained: Path) -> None:
+def test_the_trained_network_drafts_what_its_written_files_draft(shortly_trained: Path) -> None:
     """Unrolled over a text, the head drafts at each row the tokens of a plain transcription of its files."""
-    state, head = State.read(trained), written(trained)
+    state, head = State.read(shortly_trained), written(shortly_trained)
     assert state is not None
     loaded = decoder().target
     config = new_head(loaded, 256, state.token_ids)
@@ -98,18 +97,16 @@ def test_the_trained_network_drafts_what_its_written_files_draft(trained: Path) 
         assert int(hits[row].long().cumprod(-1).sum()) == agreeing
 
 
-@pytest.mark.slow
-def test_the_written_files_have_the_format_of_speculators(trained: Path) -> None:
-    head, settings = written(trained), json.loads((trained / "config.json").read_text())
+def test_the_written_files_have_the_format_of_speculators(shortly_trained: Path) -> None:
+    head, settings = written(shortly_trained), json.loads((shortly_trained / "config.json").read_text())
     assert settings["speculators_model_type"] == "eagle3" and settings["norm_before_residual"] is False
     assert settings["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     ids = head.tensors["d2t"] + torch.arange(len(head.tensors["d2t"]))
     assert torch.equal(head.tensors["t2d"].nonzero()[:, 0], ids)
     trained_on = settings["trained"]
-    assert trained_on["target"] == "tiny" and trained_on["steps"] == 40 and trained_on["seed"] == 0
+    assert trained_on["target"] == "tiny" and trained_on["steps"] == 4 and trained_on["seed"] == 0
 
 
-@pytest.mark.slow
 def test_a_new_head_starts_with_the_targets_last_layer_on_every_backend() -> None:
     config = new_head(decoder().target, 256, torch.arange(20))
     layer, size = target().model.layers[-1], target().config.hidden_size
@@ -198,24 +195,24 @@ def test_an_invalid_line_is_named_before_anything_is_generated(tmp_path: Path, l
     assert not (tmp_path / "out" / STATE).exists()
 
 
-@pytest.mark.slow
-def test_a_folder_belongs_to_one_training(trained: Path, tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_training(shortly_trained: Path) -> None:
     with pytest.raises(UsageError, match="was trained with seed=0, not 1; allowed: the same, or another"):
-        job(trained, seed=1)
+        job(shortly_trained, seed=1, **SHORT)
     other_target = r"was trained for a target with fingerprint 'slip-.*or another folder$"
     with pytest.raises(UsageError, match=other_target):
-        job(trained).run(SpeculativeDecoder(fresh("llama", num_hidden_layers=4), tokenizer=tokenizer()))
-    lock = locked(trained / training_job.LOCK)
+        job(shortly_trained, **SHORT).run(
+            SpeculativeDecoder(fresh("llama", num_hidden_layers=4), tokenizer=tokenizer())
+        )
+    lock = locked(shortly_trained / training_job.LOCK)
     assert lock is not None
     with pytest.raises(UsageError, match="is in use by another process that trains"):
-        job(trained)  # before a model is loaded
+        job(shortly_trained, **SHORT)  # before a model is loaded
     lock.release()
-    before = (trained / "model.safetensors").read_bytes()
-    assert train(trained)["steps"] == 40  # finished: nothing is left to do
-    assert (trained / "model.safetensors").read_bytes() == before
+    before = (shortly_trained / "model.safetensors").read_bytes()
+    assert train(shortly_trained, **SHORT)["steps"] == 4  # finished: nothing is left to do
+    assert (shortly_trained / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.slow
 def test_targets_without_hidden_states_or_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the hidden states of target 'toy' cannot be read"):
         job(tmp_path / "a").run(SpeculativeDecoder("toy"))
@@ -226,26 +223,24 @@ def test_targets_without_hidden_states_or_layers_are_refused(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_nan_loss_keeps_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = TrainableHead.loss
 
     def broken(head: TrainableHead, batch: Batch) -> tuple[Tensor, int]:
         total, count = loss(head, batch)
         calls.append(None)
-        return (total * float("nan") if len(calls) > 20 else total), count
+        return (total * float("nan") if len(calls) > 7 else total), count
 
     calls: list[None] = []
     monkeypatch.setattr(TrainableHead, "loss", broken)
     with pytest.raises(SlipstreamError, match=r"the loss is nan at step \d+; .*training.pt holds step (\d+)$"):
-        train(tmp_path, num_tokens=1000)
+        train(tmp_path, **SHORT)
     monkeypatch.setattr(TrainableHead, "loss", loss)
     state = State.read(tmp_path)
-    assert state is not None and 0 < state.step < 40
+    assert state is not None and 0 < state.step < 4
     assert all(bool(weight.isfinite().all()) for weight in state.weights.values())
 
 
-@pytest.mark.slow
 def test_a_resumed_training_on_prompts_keeps_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that answer a held-out prompt are neither learned nor held out."""
     (tmp_path / "mine.txt").write_text("".join(f"{letter}b.\n" for letter in "cdefghi"))
@@ -253,7 +248,7 @@ def test_a_resumed_training_on_prompts_keeps_its_texts(tmp_path: Path, monkeypat
 
     def interrupted(head: TrainableHead, batch: Batch) -> tuple[Tensor, int]:
         calls.append(None)
-        if len(calls) == 20:
+        if len(calls) == 7:
             raise KeyboardInterrupt
         return loss(head, batch)
 
@@ -269,7 +264,6 @@ def test_a_resumed_training_on_prompts_keeps_its_texts(tmp_path: Path, monkeypat
     assert heads[0] == heads[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", mostly_exhaustive(["state", "head"], "state"))
 def test_a_full_disk_keeps_the_last_state_and_the_training_can_continue(
     shortly_trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -279,7 +273,7 @@ def test_a_full_disk_keeps_the_last_state_and_the_training_can_continue(
 
     def full(path: Path) -> Any:
         calls.append(path)
-        if len(calls) > 7:
+        if len(calls) > 4:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return replaced(path)
 
@@ -302,14 +296,13 @@ class Clock:
         return self.seconds
 
 
-@pytest.mark.slow
 def test_too_little_time_for_a_step_is_refused_and_more_time_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_run, "monotonic", Clock(100.0))
     with pytest.raises(UsageError, match=r"--hours 0.1 ended before the first training step; allowed: more"):
-        train(tmp_path, hours=0.1, num_steps=4, num_tokens=1000)
-    assert train(tmp_path, hours=100, num_steps=4, num_tokens=1000)["steps"] == 4
+        train(tmp_path, hours=0.1, **SHORT)
+    assert train(tmp_path, hours=100, **SHORT)["steps"] == 4
 
 
 @pytest.mark.exhaustive
@@ -367,7 +360,6 @@ def test_the_time_limit_holds_however_slow_the_machine_is(
     assert all(later <= earlier + step for earlier, later in pairwise(seconds_left))
 
 
-@pytest.mark.slow
 def test_unfinished_texts_are_kept_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small():
         whole = {number: ids for number, ids, *_ in TextMaker(decoder(), (), seed=0).make(0, 8)}
@@ -397,7 +389,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         train(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_finished_training_rewrites_its_head_and_notices_missing_texts(shortly_trained: Path, tmp_path: Path) -> None:
     folder = copytree(shortly_trained, tmp_path / "head")
     head, made = folder / "model.safetensors", folder / "texts.jsonl"

@@ -92,7 +92,7 @@ class WarpOptions:
     @property
     def removes_tokens(self) -> bool:
         """True if tokens lose all probability because others are likelier."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self != WarpOptions(self.temperature)
 
 
 class Race:

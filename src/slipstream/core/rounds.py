@@ -144,10 +144,9 @@ class Round:
         """The origin of each committed token."""
         last: Origin = "recovered" if self.rejected else "bonus" if self.draft else "plain"
         extra = len(self.tokens) - self.num_accepted_tokens
-        before, end = self.forced[0], len(self.draft) - self.forced[1]
-        accepted: list[Origin] = [
-            "accepted" if before <= index < end else "forced" for index in range(self.num_accepted_tokens)
-        ]
+        before, after = self.origin.forced
+        drafted = range(before, len(self.draft) - after)
+        accepted: list[Origin] = ["accepted" if i in drafted else "forced" for i in range(self.num_accepted_tokens)]
         return (*accepted, *(last,) * extra)
 
 

@@ -60,11 +60,6 @@ class SharedCacheSession(DraftScorer):
         self._layers.slot_states[:] = map(copy, self._target.slot_states)
 
 
-def first_share(count: int) -> tuple[int, ...]:
-    """The first `SHARE` of `count` layers, at least one and, of several, not all."""
-    return tuple(range(max(1, min(count - 1, round(SHARE * count)))))
-
-
 def parse_layers(text: str, count: int) -> tuple[int, ...]:
     """Numbers of some of `count` layers: "8" are the first 8, "0-7,12" the numbers 0 to 7 and 12."""
     if text.isdigit():
@@ -98,7 +93,8 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
             "drafter='layer_skip' drafts with the target's layers; allowed: a setup with the target's session"
         )
     count = layered(setup.target.backend).num_layers
-    layers = first_share(count) if match[1] is None else parse_layers(match[1], count)
+    first = range(max(1, min(count - 1, round(SHARE * count))))  # at least one and, of several, not all
+    layers = tuple(first) if match[1] is None else parse_layers(match[1], count)
     percent = match[2] or match[3]
     session = SharedCacheSession(setup.target, layers)
     return ModelDrafter(session, setup.vocab_size, setup.coupled, stop_for(setup, int(percent) if percent else None))

@@ -19,11 +19,10 @@ from slipstream.models.notices import announce
 from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.gguf_metadata import shortest
 from slipstream.models.weights.model_files import is_gguf
-from slipstream.sampling.params import OWN_OPTIONS, SamplingParams
+from slipstream.sampling.params import OWN_OPTIONS, SAMPLED, SamplingParams
 
 log = logging.getLogger("slipstream")
 
-SAMPLED = OWN_OPTIONS[:4]  # `generate` reads them with do_sample alone
 GGUF = "general.sampling."
 GGUF_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # options that have other names there
 # settings without effect here: ids and lengths, which requests set, reports, caches, assisted generation
@@ -89,6 +88,7 @@ class ModelSettings:
         for name, value in settings.items():
             if value is None or value in ([], {}, "") or name in HARMLESS or name.startswith("_"):
                 continue
+            # `generate` reads options of sampling with do_sample alone
             if name in OWN_OPTIONS and (samples or name not in SAMPLED) and _is_allowed(name, value):
                 options[name] = value
             elif value not in NEUTRAL.get(name, ()):

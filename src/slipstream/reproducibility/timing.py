@@ -233,14 +233,9 @@ def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
         first, *others = _step_seconds(scorer, 1, TEXT, turn)
         steps.add(1, min(others))
         reading.add(1, (first - 1e-3 * steps.milliseconds[1]) / (TEXT - 1))
-    for rows in _row_counts(max_rows):
+    for rows in sorted({*(1 << n for n in range(1, max_rows.bit_length())), max_rows} - {1}):
         steps.add(rows, min(_step_seconds(scorer, rows, SHORT, rows)[1:]))
     return DraftTimes(steps.milliseconds, reading.milliseconds[1])
-
-
-def _row_counts(max_rows: int) -> Sequence[int]:
-    """Powers of two from 2 on that are less than `max_rows`, and `max_rows` itself unless it is 1."""
-    return sorted({*(1 << n for n in range(1, max_rows.bit_length()) if 1 << n < max_rows), max_rows} - {1})
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from slipstream.checks import arguments_named, changed_repr, check_whole, explained_fields, is_number, is_text, is_whole
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 LARGEST = 1e30  # leaves room in float32 for products with counts
 MAX_TEXTS = 1024  # of a prompt
-# options that models may bring; the first four are of sampling
-OWN_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 DEFAULT_MAX_TOKENS = 1024  # of an answer whose length nobody has set
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 OTHER_NAMES = {  # of other libraries, and what to write here
@@ -170,7 +168,7 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise UsageError(f"logit_bias={self.logit_bias!r}; allowed: a mapping from token id to a number")
         for token, bias in self.logit_bias.items():
-            if not is_whole(token) or not (is_number(bias, -LARGEST, LARGEST) or _is_minus_infinity(bias)):
+            if not is_whole(token) or not (is_number(bias, -LARGEST, LARGEST) or bias == -math.inf):
                 raise UsageError(
                     f"logit_bias={{{token!r}: {bias!r}}}; allowed: token ids >= 0 with finite numbers or -inf"
                 )
@@ -229,6 +227,9 @@ explained_fields(SamplingParams)
 SamplingParams.__init__ = arguments_named("SamplingParams", OTHER_NAMES)(  # type: ignore[method-assign]
     SamplingParams.__init__
 )
+# options that models may bring; all but the penalty have an effect only where tokens are sampled
+OWN_OPTIONS = tuple(f.name for f in fields(SamplingParams) if isinstance(f.default, Unset) and f.name != "max_tokens")
+SAMPLED = tuple(name for name in OWN_OPTIONS if name != "repetition_penalty")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -286,10 +287,6 @@ def _as_python(value: Any) -> Any:
     if type(value) is dict:
         return {_as_python(key): _as_python(item) for key, item in value.items()}
     return value
-
-
-def _is_minus_infinity(value: object) -> bool:
-    return isinstance(value, float) and value == -math.inf
 
 
 def _is_word(value: object) -> bool:

@@ -64,10 +64,9 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
     return _chosen_lines(text, source, path.stem, categories, limit)
 
 
-def parse_prompts(
-    text: str, source: str, *, categories: list[str] | None = None, limit: int | None = None
-) -> list[NamedPrompt]:
-    """The prompts of a text that came without a file name: JSON lines if it begins with {, else one prompt."""
+def parse_prompts(text: str, categories: list[str] | None, limit: int | None) -> list[NamedPrompt]:
+    """The prompts of standard input: JSON lines if it begins with {, else one prompt."""
+    source = "standard input"
     if not text.lstrip().startswith("{"):
         return [named_prompt(source, text)]
     return _chosen_lines(text, source, "prompt", categories, limit)

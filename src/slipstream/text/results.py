@@ -118,8 +118,8 @@ class Stats:
                 self.accepted_prediction_tokens = self.accepted_prediction_tokens or 0
                 self.rejected_prediction_tokens = self.rejected_prediction_tokens or 0
             return
-        self.num_forced_tokens += round.origins.count("forced")
-        round = round.without_forced
+        accepted_with_forced, round = round.num_accepted_tokens, round.without_forced
+        self.num_forced_tokens += accepted_with_forced - round.num_accepted_tokens
         self.num_draft_tokens += round.num_draft_tokens
         self.num_accepted_tokens += round.num_accepted_tokens
         self.num_rejected_rounds += round.rejected

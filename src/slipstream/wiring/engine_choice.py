@@ -117,14 +117,8 @@ class EngineChoice:
             traits.has_own_cache,
             # plain decoding drafts nothing, forced or not
             ForcedDrafts(target) if traits.default_length and self.lengths.count != 0 else None,
-            partial(race, in_blocks=self._computes_blocks),
+            partial(race, in_blocks=models.target.model is not None and bool(block_linears(models.target.model))),
         )
-
-    @property
-    def _computes_blocks(self) -> bool:
-        """True if the target computes with a quantized file's blocks."""
-        model = self.models.target.model
-        return model is not None and bool(block_linears(model))
 
     def _planner(self) -> Planner:
         """The planner of these models, with the costs that their calibration has measured."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.decoder.planned_model import PLANNED
 from tests.support.gguf_architectures import CASES, architecture, write_case
 from tests.support.gguf_files import write_chat_model
-from tests.support.markers import mostly_exhaustive
+from tests.support.markers import mostly_exhaustive, needs_avx2
 
 pytest.importorskip("gguf")
-pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
+pytestmark = needs_avx2
 SLOW = ["transformers", "huggingface_hub", "fastapi", "starlette", "sympy", "torch._dynamo", "gguf"]
 PROGRAM = f"""
 import json, sys

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ValidationError
 
 from slipstream.apps.server.engine_routes import ReplayFields
 from slipstream.apps.server.error_objects import validation_error
+from slipstream.apps.server.request_reading import SAME_NAMES
 from slipstream.apps.server.schemas import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from slipstream.sampling.params import SamplingParams
 from tests.support.markers import subcases
 from tests.support.running_server import RunningServer, running_server
 
@@ -35,6 +37,11 @@ def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, 
     sent = json.dumps({name: value for name, value in (body | fields).items() if value is not None})
     answer = server.http.post(path, content=sent, headers={"content-type": "application/json"})
     return answer.status_code, answer.json()
+
+
+def test_every_sampling_option_is_a_field_of_requests() -> None:
+    elsewhere = {"n", "logprobs", "suffix", "thinking_token_budget", "constraint", "logits_processors"}
+    assert vars(SamplingParams()).keys() - SAME_NAMES == elsewhere
 
 
 @pytest.mark.each_value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -42,17 +42,12 @@ from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_architectures import CASES, architecture, write_case
 from tests.support.gguf_files import BY_NAME, part_of, random_blocks
+from tests.support.markers import needs_kernels
 from tests.support.mixtures import FAMILIES, assert_drafts_change_no_text, block_of, mixture
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = needs_kernels
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]
 TOKENS = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 def in_kernels(model: Any, pack: Any = numbers_part) -> BlockExperts:

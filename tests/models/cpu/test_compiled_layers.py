@@ -37,13 +37,14 @@ from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
+from tests.support.markers import needs_kernels
 from tests.support.tiny_models import fast, fresh
 from tests.support.tiny_models import ragged_logits as logits
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 CACHED = {torch.bfloat16: torch.bfloat16, torch.float32: torch.float16}  # types of keys and values, by that of heads
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = needs_kernels
 
 
 def layers(backend: HFBackend) -> list[FusedLayer]:

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.cpu.compiled_layers import LayerStack
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.decoder.around_layers import Rotations
 from slipstream.models.decoder.families import plan_of
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers
 from slipstream.models.hf.trials import OwnLogits
+from tests.support.markers import needs_kernels
 from tests.support.tiny_models import fast
 from tests.support.tiny_models import ragged_logits as logits
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = needs_kernels
 
 
 def stacked(name: str, **config: Any) -> HFBackend:

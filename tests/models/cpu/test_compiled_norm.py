@@ -9,10 +9,10 @@ import torch
 from torch.nn.functional import rms_norm
 
 from slipstream.models.cpu.compiled_norm import compiled_norm
-from slipstream.models.cpu.kernel_libraries import kernels
 from tests.models.heads.test_compiled_layer import network
+from tests.support.markers import needs_kernels
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
+pytestmark = needs_kernels
 
 
 def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:

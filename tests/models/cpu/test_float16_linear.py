@@ -12,14 +12,15 @@ from torch import nn
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
 from slipstream.models.cpu.float16_linear import in_panels, not_in_panels
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from tests.support.architectures import tiny_model
+from tests.support.markers import needs_kernels
+from tests.support.plain_texts import alone_and_together
 from tests.support.quantized_files import kl
 from tests.support.tiny_models import fresh, prompts
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = needs_kernels
 
 
 def saved(folder: Path, name: str = "llama", **changes: Any) -> Any:
@@ -55,9 +56,7 @@ def test_texts_are_the_same_with_drafts_and_in_batches(tmp_path: Path) -> None:
     saved(tmp_path)
     decoder = SpeculativeDecoder(str(tmp_path), max_batch_size=3)
     params, texts = SamplingParams(max_tokens=30, ignore_eos=True), prompts([30, 9, 17])
-    plain = [decoder.using("none").generate(prompt, params).token_ids for prompt in texts]
-    drafting = decoder.using("ngram", num_draft_tokens=4)
-    assert [result.token_ids for result in drafting.generate(texts, params)] == plain
+    alone_and_together(decoder.using("ngram", num_draft_tokens=4), texts, params)
 
 
 def test_a_loaded_model_stays_its_owners() -> None:

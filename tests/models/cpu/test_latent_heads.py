@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.core.trees import segments_of
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.latent_heads import latent_heads, latent_of
 from slipstream.models.decoder import families
 from slipstream.models.decoder.plan import LatentPlan
@@ -22,16 +21,11 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_unpacked
 from tests.models.decoder.test_families import save_model
+from tests.support.markers import needs_kernels
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = needs_kernels
 LONG = 600  # positions: two stretches of attention
 IDS = torch.randint(3, 320, (1, LONG), generator=torch.Generator().manual_seed(6))
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

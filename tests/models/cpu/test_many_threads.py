@@ -21,20 +21,13 @@ from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from tests.support.gguf_files import BY_NAME, part_of, random_blocks
-from tests.support.markers import mostly_exhaustive
+from tests.support.markers import mostly_exhaustive, needs_kernels
 from tests.support.tiny_models import fast, fresh, prompts
 
 THREADS = (2, 3, 5, 8, 16, 33)
-needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 FEW, MANY = [3], mostly_exhaustive((2, 5, 8, 16, 33))
 over_threads = pytest.mark.parametrize("threads", [*FEW, *MANY])
 ROWS = (1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 40)
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 def gates(rows: int, size: int, dtype: torch.dtype) -> Tensor:

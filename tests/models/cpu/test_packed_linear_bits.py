@@ -26,10 +26,8 @@ from slipstream.models.cpu.kernel_libraries import (
 from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear, compressed_or_packed, pack
 from slipstream.models.cpu.processor import NoCompilerError, NoKernelsError, parse
 from slipstream.models.notices import warn_slower
-from tests.support.markers import subcases
+from tests.support.markers import needs_kernels, subcases
 from tests.support.tiny_models import fast, fresh
-
-needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 
 
 def layer(outputs: int, inputs: int, *, bias: bool = False, seed: int = 0) -> nn.Linear:

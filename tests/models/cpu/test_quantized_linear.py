@@ -22,9 +22,11 @@ from slipstream.models.cpu.quantized_linear import (
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
+from tests.support.markers import needs_kernels
+from tests.support.plain_texts import drafted_as_plain
 from tests.support.tiny_models import fresh, prompts, reference, shared
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = needs_kernels
 PROMPT = prompts([9])[0]
 WIDER = {"hidden_size": 64, "intermediate_size": 96}
 
@@ -98,9 +100,7 @@ def test_a_quantized_draft_changes_no_token(name: str, bits: str, temperature: f
     target, draft = shared(name), fresh(name, **WIDER) if name == "llama" else fresh(name)
     decoder = SpeculativeDecoder(target, draft, draft_dtype=bits, acceptance="match", num_draft_tokens=3)
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=24)
-    results = decoder.generate([PROMPT, PROMPT[:4]], params)
-    plain = decoder.using("none").generate([PROMPT, PROMPT[:4]], params)
-    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    results = drafted_as_plain(decoder, [PROMPT, PROMPT[:4]], params)
     assert any(type(m) is QuantizedLinear for m in decoder.draft.backend.model.modules())
     assert not any(type(m) is QuantizedLinear for m in draft.modules())
     assert decoder.draft is not None and isinstance(decoder.draft.backend, HFBackend)  # rounding is no other attention

@@ -13,7 +13,6 @@ import transformers
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.decoder.attention import MaskBuilder
 from slipstream.models.decoder.families import FAMILIES, plan_of
 from slipstream.models.decoder.fused_layer import Norm
@@ -24,9 +23,9 @@ from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.notices import warn_slower
 from slipstream.models.plain_models import load_unpacked
-from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.markers import mostly_exhaustive, mostly_slow, needs_kernels
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+pytestmark = needs_kernels
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.cpu import compiled_layers
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.processor import ISA, isas_of, processor
 from slipstream.models.decoder.around_layers import layer_inputs
 from slipstream.models.decoder.cache import SlotCache
@@ -30,7 +29,7 @@ from slipstream.reproducibility.shape_trials import Trials, spot_checks
 from tests.models.decoder.test_families import save_model
 from tests.support.architecture_checks import PROMPTS
 from tests.support.gguf_architectures import CASES, architecture, write_case
-from tests.support.markers import mostly_exhaustive
+from tests.support.markers import mostly_exhaustive, needs_kernels
 from tests.support.quantized_files import kl
 from tests.support.queued_texts import QueuedTexts
 
@@ -48,7 +47,7 @@ TEXTS = torch.randint(3, 320, (ROWS, LENGTH + ROWS), generator=torch.Generator()
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2"),
+    needs_kernels,
 ]
 # each kind of layer is in one of the others
 ALIKE = {
@@ -67,12 +66,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in HYBRIDS:
         save_model(name, path / name, **(SOME_EXPERTS if name in MIXTURES else {}))
     return path
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.cpu.block_experts import experts_of
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.processor import ISA, NEEDED, processor
 from slipstream.models.decoder.families import FAMILIES
 from slipstream.models.decoder.mixtures import MIXTURES
@@ -26,13 +25,13 @@ from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_architectures import CASES, architecture, write_case
-from tests.support.markers import mostly_exhaustive
+from tests.support.markers import mostly_exhaustive, needs_kernels
 from tests.support.mixtures import FAMILIES as FAMILIES_OF_MIXTURES
 from tests.support.mixtures import assert_drafts_change_no_text, mixture
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2"),
+    needs_kernels,
 ]
 pytest.importorskip("gguf")
 
@@ -44,12 +43,6 @@ METADATA = {"glm4moe": {"rope.dimension_count": 32}}
 IDS = torch.randint(3, 250, (1, 96), generator=torch.Generator().manual_seed(2))
 SPEED = Path(__file__).parents[3] / "docs" / "speed.md"
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags and name != "amx"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models import quantized_models
 from slipstream.models.cpu.block_experts import expert_blocks
-from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.decoder.attention import MaskBuilder
 from slipstream.models.decoder.families import plan_of
 from slipstream.models.decoder.planned_model import PLANNED, PlannedModel, planned_model
@@ -26,12 +24,10 @@ from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_architectures import CASES, architecture, write_case
 from tests.support.head_cases import write_head
+from tests.support.markers import needs_avx2
 from tests.support.quantized_files import kl
 
 pytest.importorskip("gguf")
-has_kernels = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
 NAMES = [name for name, case in CASES.items() if case.model_type in PLANNED and name != "phi3-longrope"]
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
 
@@ -83,7 +79,7 @@ def logits(backend: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@has_kernels
+@needs_avx2
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_have_the_bits_of_transformers_model_over_the_same_kernels(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,7 +105,7 @@ def test_logits_have_the_bits_of_transformers_model_over_the_same_kernels(
 
 
 @pytest.mark.slow
-@has_kernels
+@needs_avx2
 def test_drafts_batches_trees_and_heads_keep_the_text(tmp_path: Path) -> None:
     case = CASES["llama"]
     write_case(

@@ -20,8 +20,6 @@ from tests.support.architectures import tiny_model
 from tests.support.markers import mostly_exhaustive
 from tests.support.queued_texts import GREEDY, QueuedTexts
 
-pytestmark = pytest.mark.slow
-
 HALF = "in bfloat16, with kernels"
 NAMES = [
     *("qwen3_5_text", "mamba2", HALF),
@@ -78,6 +76,7 @@ def decoder_of(name: str, **options: Any) -> SpeculativeDecoder:
 TEXTS = QueuedTexts(decoder_of)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("right", [None, 0, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
@@ -210,6 +209,7 @@ def test_custom_generate_takes_padded_rows(name: str) -> None:
     assert texts[:, -8:].tolist() == [text.tolist() for text in alone]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
 def test_half_precision_is_told_by_the_weights_not_by_the_logits(name: str) -> None:
     """Nemotron-H gives float32 logits of bfloat16 weights."""

@@ -25,6 +25,7 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.wiring.model_pair import ModelPair
 from tests.support.draft_steps import pair_of, same_logits, step_logits
 from tests.support.markers import mostly_exhaustive, needs_transformers
+from tests.support.plain_texts import alone_and_together, drafted_as_plain
 from tests.support.tiny_models import VOCAB, WINDOW, fresh, prompts, tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -128,7 +129,7 @@ class Transcription:
         return torch.stack(logits)
 
 
-pytestmark = [pytest.mark.slow, needs_transformers("5.24", "targets that declare whose keys their layers share")]
+pytestmark = needs_transformers("5.24", "targets that declare whose keys their layers share")
 
 STEPS = 4
 FAVORED = {7: 60.0, 9: 60.0}
@@ -219,6 +220,7 @@ def drafts_agree(decoder: SpeculativeDecoder, kind: str) -> bool:
     return all(agreements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["large", pytest.param("small, one step", marks=pytest.mark.exhaustive)])
 def test_a_batch_drafts_what_transformers_do(kind: str) -> None:
     assert drafts_agree(decoder_of(written(kind)), kind)
@@ -268,13 +270,7 @@ def test_a_draft_takes_one_forward_for_each_token_whatever_rows_have_accepted(mo
     assert len(steps) == longest.total()
 
 
-@cache
-def plain_texts(kind: str, options: str) -> list[list[int]]:
-    plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
-    params = SamplingParams(max_tokens=12, ignore_eos=True, **OPTIONS[options])
-    return [result.token_ids for result in plain.generate(PROMPTS, params)]
-
-
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("drafter", mostly_exhaustive(["model", "auto", "hybrid"], "model", "auto"))
@@ -282,14 +278,12 @@ def plain_texts(kind: str, options: str) -> list[list[int]]:
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, drafter: str, options: str) -> None:
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
     params = SamplingParams(max_tokens=12, ignore_eos=True, **OPTIONS[options])
-    expected = plain_texts(kind, options)
-    assert [decoder.generate(prompt, params).token_ids for prompt in PROMPTS] == expected
-    results = decoder.generate(PROMPTS, params)
-    assert [result.token_ids for result in results] == expected
+    results = alone_and_together(decoder, PROMPTS, params)
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -301,19 +295,15 @@ def test_packed_and_quantized_targets_keep_the_texts_of_plain_decoding(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     decoder = decoder_of(write_pair(tmp_path, ordered=True, dtype=torch.bfloat16), **settings)
-    plain = decoder.using("none", num_draft_tokens="auto")
     texts, params = prompts([3, 17, 9]), SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, seed=5)
-    results = decoder.generate(texts, params)
+    results = drafted_as_plain(decoder, texts, params)
     assert decoder.target.packed and all(result.stats.num_draft_tokens for result in results)
-    assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(texts, params)]
 
 
 def test_trees_of_an_assistants_drafts_change_no_text() -> None:
     decoder = decoder_of(written("large"), num_draft_tokens="3x2", reproducible=False)
-    plain = decoder.using("none", num_draft_tokens="auto")
     texts, params = prompts([3, 17, 9]), SamplingParams(max_tokens=12, ignore_eos=True)
-    results = decoder.generate(texts, params)
-    assert [result.token_ids for result in results] == [result.token_ids for result in plain.generate(texts, params)]
+    results = drafted_as_plain(decoder, texts, params)
     assert any(round.parents for result in results for round in result.rounds)
 
 
@@ -321,9 +311,8 @@ def test_an_assistant_reads_the_keys_and_values_that_a_target_keeps_in_float16()
     decoder = decoder_of(written("large"), reproducible=False)
     decoder.target.backend.cache.store_as(torch.float16)
     params = SamplingParams(max_tokens=12, ignore_eos=True, logit_bias=FAVORED)
-    results, plain = (each.generate(PROMPTS, params) for each in (decoder, decoder.using("none")))
+    results = drafted_as_plain(decoder, PROMPTS, params)
     assert sum(result.stats.num_accepted_tokens for result in results) > 5
-    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
 
 
 def test_targets_whose_last_layers_share_keys_run_on_the_slot_cache() -> None:
@@ -333,6 +322,7 @@ def test_targets_whose_last_layers_share_keys_run_on_the_slot_cache() -> None:
         decoder.using("layer_skip:2")
 
 
+@pytest.mark.slow
 def test_loaded_models_draft_as_their_files_do() -> None:
     target, assistant = written("large").models
     decoder = SpeculativeDecoder(target, assistant, drafter="model", num_draft_tokens=STEPS, fast=False)

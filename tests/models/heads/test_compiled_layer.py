@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import compressed_or_packed
 from slipstream.models.heads.head_backend import HeadBackend, HeadSession
 from slipstream.models.heads.network import HeadConfig, HeadNetwork, HeadWeights
 from slipstream.reproducibility.timing import time_drafts
 from tests.models.heads.test_heads import decoder_of, target
 from tests.support.head_cases import write_head
+from tests.support.markers import needs_kernels
 
 SIZE, INNER, VOCABULARY, ROWS, LAYERS = 128, 256, 96, 3, 2
 CONFIG = HeadConfig(
@@ -108,7 +108,7 @@ def test_memory_reaches_as_far_as_the_kernels_read(length: int) -> None:
         assert backend._keys.shape[2] >= 1 + 32 * -(-reserved // 32)
 
 
-@pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
+@needs_kernels
 @pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True}, {"windows": (3,)}], ids=str)
 @pytest.mark.parametrize("head_norms", [False, True])
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_one_call_computes_what_the_operators_do(
         assert float((fast - plain).norm()) < 0.02 * float(plain.norm())
 
 
-@pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
+@needs_kernels
 @pytest.mark.parametrize("wrong", [{"windows": (3,)}, {"norm_before_residual": True}], ids=str)
 def test_other_settings_are_noticed(wrong: dict[str, Any]) -> None:
     head, starts = network(), [[0, 0, 0], [5, 5, 5]]
@@ -133,7 +133,7 @@ def test_other_settings_are_noticed(wrong: dict[str, Any]) -> None:
     assert float((outputs(head, starts, True)[-1] - plain).norm()) > 0.02 * float(plain.norm())
 
 
-@pytest.mark.skipif(kernels() is None, reason="no compiler for the kernels")
+@needs_kernels
 def test_wrong_rotations_are_noticed() -> None:
     """Negative control: positions are rotated by other angles."""
     head, starts = network(), [[0, 0, 0], [5, 5, 5]]

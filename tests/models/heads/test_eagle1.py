@@ -16,6 +16,7 @@ from slipstream.models.heads.head_files import head_files
 from slipstream.models.loaded import LoadOptions
 from tests.support.draft_steps import pair_of, same_logits, step_logits
 from tests.support.eagle1_cases import Eagle1, transcribed, write_eagle1
+from tests.support.plain_texts import alone_and_together
 from tests.support.tiny_models import fresh, prompts, tokenizer
 
 STEPS = 4
@@ -73,12 +74,8 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     tmp_path: Path, drafter: str, options: dict[str, Any]
 ) -> None:
     decoder = decoder_of(write_eagle1(tmp_path, target()), drafter=drafter)
-    plain = SpeculativeDecoder(target(), drafter="none", tokenizer=tokenizer(), max_batch_size=3)
     texts, params = prompts([3, 17, 40, 5]), SamplingParams(max_tokens=12, **options)
-    expected = [result.token_ids for result in plain.generate(texts, params)]
-    assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
-    results = decoder.generate(texts, params)
-    assert [result.token_ids for result in results] == expected
+    results = alone_and_together(decoder, texts, params)
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
 

@@ -30,6 +30,7 @@ from tests.support.embedded_model import loaded
 from tests.support.gguf_files import write_model
 from tests.support.head_cases import Written, transcribed, without, write_head
 from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.plain_texts import alone_and_together
 from tests.support.tiny_models import fresh, prompts, tokenizer
 
 COUNT, STEPS = 12, 4
@@ -125,13 +126,9 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(
     head = write_head(tmp_path, target())
     length = "auto" if drafter == "auto" else STEPS
     decoder = decoder_of(head, drafter=drafter, num_draft_tokens=length)
-    plain = SpeculativeDecoder(target(), drafter="none", tokenizer=tokenizer(), max_batch_size=3)
     texts = prompts([3, 17, 40, 5])
     params = SamplingParams(max_tokens=COUNT, **options)
-    expected = [result.token_ids for result in plain.generate(texts, params)]
-    assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
-    results = decoder.generate(texts, params)
-    assert [result.token_ids for result in results] == expected
+    results = alone_and_together(decoder, texts, params)
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
 

@@ -23,6 +23,7 @@ from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.weights.mtp_tensors import mtp_layers, of_another_form
 from tests.support.markers import mostly_exhaustive, needs_transformers
 from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
+from tests.support.plain_texts import alone_and_together, drafted_as_plain
 from tests.support.tiny_models import fast, prompts
 
 pytestmark = pytest.mark.slow
@@ -151,13 +152,6 @@ def test_transformers_own_generator_drafts_the_same(kind: str, count: int) -> No
         assert (drafted.logits - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
-@cache
-def plain_texts(kind: str, options: str) -> list[list[int]]:
-    plain = decoder_of(written(kind), drafter="none", num_draft_tokens="auto")
-    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **OPTIONS[options])
-    return [result.token_ids for result in plain.generate(PROMPTS, params)]
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("drafter", ["model", "auto", "hybrid"])
@@ -166,10 +160,7 @@ def test_texts_are_those_of_plain_decoding_alone_and_in_batches(kind: str, draft
     decoder = decoder_of(written(kind), drafter=drafter, num_draft_tokens="auto" if drafter == "auto" else STEPS)
     assert decoder.draft is not None and decoder.draft.name == "mtp"
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, **OPTIONS[options])
-    expected = plain_texts(kind, options)
-    assert [decoder.generate(prompt, params).token_ids for prompt in PROMPTS] == expected
-    results = decoder.generate(PROMPTS, params)
-    assert [result.token_ids for result in results] == expected
+    results = alone_and_together(decoder, PROMPTS, params)
     if drafter == "model":
         assert all(result.stats.num_draft_tokens for result in results)
 
@@ -190,10 +181,8 @@ def test_a_batch_drafts_what_each_row_drafts_alone(kind: str, count: int) -> Non
 def test_trees_of_mtp_drafts_change_no_text(tmp_path: Path) -> None:
     target, settings = write_target(tmp_path, "mimo", dtype=torch.bfloat16, head_dim=64), FAST["packed"]
     decoder = decoder_of(target, num_draft_tokens="3x2", **settings)
-    plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
     texts, params = prompts([3, 17, 9]), SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.8, seed=5)
-    results = decoder.generate(texts, params)
-    assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(texts, params)]
+    results = drafted_as_plain(decoder, texts, params)
     assert any(round.parents for result in results for round in result.rounds)
 
 
@@ -224,12 +213,9 @@ def test_fast_and_quantized_targets_keep_the_texts_of_plain_decoding(tmp_path: P
     settings = FAST[name]
     decoder = decoder_of(target, **settings)
     assert decoder.target.packed
-    plain = decoder_of(target, drafter="none", num_draft_tokens="auto", **settings)
-    texts = prompts([3, 17, 9])
     for temperature in (0.0, 0.8):
         params = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=temperature, seed=5)
-        results = decoder.generate(texts, params)
-        assert [result.token_ids for result in results] == [r.token_ids for r in plain.generate(texts, params)]
+        results = drafted_as_plain(decoder, prompts([3, 17, 9]), params)
         assert min(result.stats.acceptance_rate or 0.0 for result in results) > 0.9
 
 

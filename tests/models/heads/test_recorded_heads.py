@@ -26,6 +26,7 @@ from slipstream.drafters.model.parallel_scorer import ParallelScorer
 from slipstream.models.heads.head_files import HeadFiles
 from tests.support.draft_steps import pair_of, same_logits, step_logits
 from tests.support.markers import mostly_exhaustive, mostly_slow
+from tests.support.plain_texts import alone_and_together
 from tests.support.tiny_models import prompts, tokenizer
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -229,12 +230,6 @@ def plain() -> SpeculativeDecoder:
     return SpeculativeDecoder(TARGET, drafter="none", tokenizer=tokenizer(), max_batch_size=3, fast=False)
 
 
-@cache
-def plain_texts(options: str) -> list[list[int]]:
-    params = SamplingParams(max_tokens=12, ignore_eos=True, **OPTIONS[options])
-    return [plain().generate(prompt, params).token_ids for prompt in PROMPTS]
-
-
 PROMPTS = prompts([3, 17, 9, 40, 5])
 ALONE = [(name, "model") for name in [*CHAINED, "dflash", "peagle", "eagle3", "eagle3_of_trainer", "mtp"]]
 WAYS = [*ALONE, ("dspark", "auto"), ("peagle", "auto")]
@@ -248,11 +243,8 @@ WAYS = [*ALONE, ("dspark", "auto"), ("peagle", "auto")]
 )
 def test_texts_are_those_of_plain_decoding_alone_and_in_batches(name: str, drafter: str, options: str) -> None:
     decoder = decoder_of(name, drafter=drafter, num_draft_tokens=4 if drafter == "model" else "auto")
-    texts, params = PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, **OPTIONS[options])
-    expected = plain_texts(options)
-    assert [decoder.generate(prompt, params).token_ids for prompt in texts] == expected
-    results = decoder.generate(texts, params)
-    assert [result.token_ids for result in results] == expected
+    params = SamplingParams(max_tokens=12, ignore_eos=True, **OPTIONS[options])
+    results = alone_and_together(decoder, PROMPTS, params)
     assert drafter == "auto" or all(result.stats.num_draft_tokens for result in results)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import pytest
@@ -11,13 +10,11 @@ from torch import Tensor, nn
 
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockPart
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError, number_format
-from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.hf.block_model import empty_model, fill
+from tests.support.markers import needs_avx2
 from tests.support.tiny_models import fresh
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
+pytestmark = needs_avx2
 
 
 class StoredTensors:

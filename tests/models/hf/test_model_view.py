@@ -94,11 +94,6 @@ def add_hook(model: Any) -> None:
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: 9 * output)
 
 
-def change_config(model: Any) -> None:
-    model.config.sliding_window = 2
-    model.config.layer_types = ["sliding_attention"] * model.config.num_hidden_layers
-
-
 def change_attribute(model: Any) -> None:
     for layer in model.model.layers:
         layer.self_attn.scaling = 5.0

@@ -27,8 +27,6 @@ from tests.support.markers import mostly_exhaustive
 from tests.support.queued_texts import GREEDY, QueuedTexts
 from tests.support.tiny_models import fresh, reference
 
-pytestmark = pytest.mark.slow
-
 HYBRIDS = ("olmo_hybrid", "rwkv", "xlstm", "kimi_linear", "jamba")
 StateAt = Callable[[OwnCaches, int, int], State | None]
 
@@ -40,6 +38,7 @@ def decoder_of(model_type: str) -> SpeculativeDecoder:
 TEXTS = QueuedTexts(decoder_of)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("right", [None, 0, 2, 4])
 @pytest.mark.parametrize("model_type", [*HYBRIDS[:4], *mostly_exhaustive(HYBRIDS[4:])])
@@ -129,6 +128,7 @@ def half_precision_model(model_type: str) -> Any:
     return tiny_model(model_type).to(torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reproducible", ["auto", False])
 def test_in_half_precision_drafts_are_read_token_by_token_unless_reproducible_is_off(
     reproducible: bool | str, monkeypatch: pytest.MonkeyPatch
@@ -363,6 +363,7 @@ def test_inputs_that_a_model_prepares_itself_are_used(kind: Any, fast: bool) -> 
     assert outputs[0, len(prompt) :].tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [WantsOtherInputs, Asserts, WantsDynamicCache, Divides])
 def test_a_forward_that_fails_on_slots_runs_on_caches_of_its_own(kind: Any) -> None:
     model, prompt = of_class(kind), [5, 9, 11, 5, 9, 11, 5]

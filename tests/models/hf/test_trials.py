@@ -11,16 +11,14 @@ import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.compiled_layers import CompiledOps
-from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf import trials
 from slipstream.models.hf.trials import passed_trials
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.paused_collection import MANY, paused_collection
 from slipstream.models.plain_models import load_model
+from tests.support.markers import needs_kernels
 from tests.support.tiny_models import fresh
-
-needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 
 
 @pytest.fixture

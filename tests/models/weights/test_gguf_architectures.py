@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from slipstream.errors import SlipstreamError
 from slipstream.models import quantized_models
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.kernel_libraries import block_kernels
-from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.decoder.mixtures import MIXTURES
 from slipstream.models.decoder.planned_model import PLANNED
 from slipstream.models.load import load
@@ -27,13 +25,10 @@ from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead
 from tests.support.gguf_architectures import CASES, architecture, is_shifted, write_case
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_slow, needs_avx2
 from tests.support.quantized_files import kl
 
 gguf = pytest.importorskip("gguf")
-has_kernels = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
 # fields that change nothing: of training, of saving, of tokens; and layer_types that are written in another form
 OTHER = (
     *("initializer_range", "architectures", "transformers_version", "dtype", "use_cache", "output_router_logits"),
@@ -91,7 +86,7 @@ def test_a_file_gives_the_configuration_parameters_and_logits_it_was_written_fro
     assert torch.allclose(logits(loaded), logits(model), rtol=1e-3, atol=1e-4)
 
 
-@has_kernels
+@needs_avx2
 @pytest.mark.parametrize("name", mostly_slow(DENSE, "llama", "gemma3"))
 def test_a_quantized_file_is_computed_in_its_blocks(name: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
@@ -105,7 +100,7 @@ def test_a_quantized_file_is_computed_in_its_blocks(name: str, tmp_path: Path) -
     assert kl(expected, found) < 1e-6 < kl(expected, expected.roll(1, 1))
 
 
-@has_kernels
+@needs_avx2
 def test_columns_in_another_order_take_their_inputs_in_that_order(tmp_path: Path) -> None:
     write_case(tmp_path / "model.gguf", "qwen35", CASES["qwen35"], "Q8_0")
     tensors, name = GGUFTensors(read_header(tmp_path / "model.gguf")), "model.layers.0.linear_attn.out_proj.weight"
@@ -139,7 +134,7 @@ def write_scaled(file: Path, name: str, scales: dict[str, torch.Tensor]) -> None
 
 
 @pytest.mark.slow
-@has_kernels
+@needs_avx2
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_a_scale_of_a_whole_matrix_multiplies_all_its_numbers(name: str, tmp_path: Path) -> None:
     file, plain = tmp_path / "scaled.gguf", tmp_path / "plain.gguf"
@@ -183,14 +178,14 @@ def test_scales_that_do_not_fit_are_refused(name: str, scale: torch.Tensor, mess
             load(str(tmp_path / "scaled.gguf"), options)
 
 
-@has_kernels
+@needs_avx2
 def test_a_file_that_must_be_unpacked_is_not_packed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_case(tmp_path / "model.gguf", "deepseek2", NARROW)
     monkeypatch.setattr(quantized_models, "PackedAhead", lambda *arguments: pytest.fail("packed"))
     assert not block_linears(load(str(tmp_path / "model.gguf"), LoadOptions()).model)
 
 
-@has_kernels
+@needs_avx2
 def test_matrices_in_another_order_are_not_packed_ahead(tmp_path: Path) -> None:
     write_case(tmp_path / "model.gguf", "qwen35", CASES["qwen35"], "Q8_0")
     with PackedAhead(read_header(tmp_path / "model.gguf"), block_kernels()) as ahead:

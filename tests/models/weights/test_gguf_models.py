@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import shutil
 import struct
 import sys
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
 from slipstream.models.cpu.compiled_layers import BlockLayerOps
-from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.cpu.structs import TYPES
 from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.decoder.rotary import RotaryAngles
@@ -31,14 +29,13 @@ from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_model
 from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_files import HALVES, TOKENS, write_model
-from tests.support.markers import mostly_exhaustive
+from tests.support.markers import mostly_exhaustive, needs_avx2
+from tests.support.plain_texts import alone_and_together
 from tests.support.quantized_files import kl
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
+pytestmark = needs_avx2
 MIXED = {"": "Q8_0", "attn_q": "Q4_1", "attn_v": "Q6_K", "ffn_down": "Q4_K", "ffn_up": "Q5_0", "ffn_gate": "Q4_0"}
 PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
 ARCHITECTURES = (("llama", False), ("llama", True), ("qwen2", False))
@@ -177,12 +174,9 @@ def test_texts_are_the_same_with_drafts_and_in_batches(activations: str, files: 
     decoder = SpeculativeDecoder(str(files["llama", False]), activations=activations, max_batch_size=3)
     assert decoder.reproducible and f"{activations} activations" in repr(decoder)
     for params in (SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.8, seed=3)):
-        plain = [decoder.using("none").generate(prompt, params).token_ids for prompt in PROMPTS]
         for length in (1, 5):
-            drafting = decoder.using("ngram", num_draft_tokens=length)
-            assert [drafting.generate(prompt, params).token_ids for prompt in PROMPTS] == plain
-            assert [result.token_ids for result in drafting.generate(PROMPTS, params)] == plain
-    assert len({tuple(text) for text in plain}) == len(PROMPTS)
+            results = alone_and_together(decoder.using("ngram", num_draft_tokens=length), PROMPTS, params)
+    assert len({tuple(result.token_ids) for result in results}) == len(PROMPTS)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,15 @@ import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models import quantized_models
-from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.weights.default_model import embedded_model
+from tests.support.markers import needs_avx2
 
 gguf = pytest.importorskip("gguf")
 pytestmark = [
     pytest.mark.smollm2,
     pytest.mark.exhaustive,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-    ),
+    needs_avx2,
 ]
 KINDS = {"attn": "Q5_0", "ffn_up": "Q4_0", "ffn_gate": "Q5_1", "ffn_down": "Q4_1", "token_embd": "Q8_0"}
 PROMPTS = ["List the days of the week, twice.", "Why is the sky blue?"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,16 @@ from slipstream.models.cpu import thread_placement
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_libraries import block_kernels
-from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.cpu.structs import FORMATS, BlockFormat
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, read_header
 from slipstream.models.weights.gguf_tensors import PackedAhead, RowReader, RowsOfFile
 from tests.support.gguf_files import part_of, random_blocks, write_model
+from tests.support.markers import needs_avx2
 from tests.support.tiny_models import tokenizer
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
+pytestmark = needs_avx2
 ROWS, INPUTS, BEFORE = 50, 512, 37  # BEFORE: bytes of the file before its rows
 
 

@@ -16,11 +16,11 @@ import pytest
 from slipstream.errors import SlipstreamError
 from tests.models.weights import check_mutations
 from tests.models.weights.check_mutations import READERS, Reader, check
-from tests.models.weights.test_gguf_architectures import has_kernels
+from tests.support.markers import needs_avx2
 
 
 @pytest.mark.slow
-@has_kernels
+@needs_avx2
 @pytest.mark.skipif(os.name != "posix", reason="each batch of files has a process of its own")
 def test_damaged_files_of_every_reader_run_or_are_refused_in_one_line() -> None:
     command = [sys.executable, "-m", "tests.models.weights.check_mutations", "16", "--seed", "1"]

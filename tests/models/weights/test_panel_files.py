@@ -23,11 +23,11 @@ from slipstream.models.weights import gguf_tensors, panel_files
 from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.gguf_tensors import PackedAhead
 from slipstream.models.weights.stored_models import remove_model, stored_models
-from tests.models.weights.test_gguf_architectures import has_kernels
 from tests.support.gguf_architectures import CASES, architecture, write_case
+from tests.support.markers import needs_avx2
 
 pytestmark = [
-    has_kernels,
+    needs_avx2,
     pytest.mark.usefixtures("own_cache"),
     pytest.mark.skipif(os.name != "posix", reason="files are mapped on POSIX systems"),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,15 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import block_linears
-from slipstream.models.cpu.kernel_libraries import NEEDED
-from slipstream.models.cpu.processor import processor
 from slipstream.models.hf import block_model
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_unpacked
-from tests.support.markers import mostly_exhaustive
+from tests.support.markers import mostly_exhaustive, needs_avx2
+from tests.support.plain_texts import alone_and_together
 from tests.support.quantized_files import Checkpoint, kl, write_checkpoint
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
+pytestmark = needs_avx2
 HALF, BRAIN = torch.float16, torch.bfloat16
 # form, architecture, bits, group (0: whole rows), symmetric, type of the scales
 CASES = [
@@ -119,12 +115,9 @@ def test_texts_are_the_same_with_drafts_and_in_batches(activations: str, gptq: C
     decoder = SpeculativeDecoder(str(gptq.folder), activations=activations, max_batch_size=3)
     assert decoder.reproducible and f"{activations} activations" in repr(decoder)
     for params in (SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=0.8, seed=3)):
-        plain = [decoder.using("none").generate(prompt, params).token_ids for prompt in PROMPTS]
         for length in (1, 6, 15):
-            drafting = decoder.using("ngram", num_draft_tokens=length)
-            assert [result.token_ids for result in drafting.generate(PROMPTS, params)] == plain
-            assert drafting.generate(PROMPTS[0], params).token_ids == plain[0]
-    assert len({tuple(text) for text in plain}) == len(PROMPTS)
+            results = alone_and_together(decoder.using("ngram", num_draft_tokens=length), PROMPTS, params)
+    assert len({tuple(result.token_ids) for result in results}) == len(PROMPTS)
 
 
 def test_a_forward_has_the_same_bits_at_every_width(gptq: Checkpoint) -> None:

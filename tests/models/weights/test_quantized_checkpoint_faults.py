@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import struct
 from pathlib import Path
 
@@ -13,16 +12,13 @@ import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import block_linears
-from slipstream.models.cpu.kernel_libraries import NEEDED
-from slipstream.models.cpu.processor import processor
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.quantized_checkpoint import scheme_of
+from tests.support.markers import needs_avx2
 from tests.support.quantized_files import Checkpoint, write_checkpoint
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
-)
+pytestmark = needs_avx2
 
 
 @pytest.fixture

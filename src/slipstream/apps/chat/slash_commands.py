@@ -16,9 +16,9 @@ from slipstream.apps.chat.conversation import Chat, compare, load, save, totals
 from slipstream.checks import counted, expanded, why_unreadable
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean, one_line
 from slipstream.models.weights.model_files import EMBEDDED, list_models
-from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.params import SAMPLED, SamplingParams
 
-KEEP_ALL: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+KEEP_ALL: dict[str, float] = {name: value for name, value in SamplingParams().unset.items() if name in SAMPLED}
 # for each method its numbers, in the order in which they are typed, with their defaults
 METHODS: dict[str, dict[str, float]] = {
     "greedy": {},

@@ -147,7 +147,7 @@ def prompts_of_file(path: Path, categories: list[str], limit: int | None) -> lis
     """The prompts of a file; - is standard input."""
     if path != STANDARD:
         return read_prompts(path, categories=categories, limit=limit)
-    return parse_prompts(standard_input(), "standard input", categories=categories, limit=limit)
+    return parse_prompts(standard_input(), categories, limit)
 
 
 def gather_prompts(source: PromptSource) -> list[NamedPrompt]:

@@ -48,7 +48,8 @@ class DraftText:
             if special is None:
                 self.tail += self.bridge.special_names.get(token, b"")
                 continue
-            ids += [*self._tail_ids(), special]
+            encoding, _, pending = self._encoded()
+            ids += [*encoding.ids, *self.bridge.draft.spelled(pending), special]
             num_settled, self.tail, self.beginning = len(ids), b"", False
         self.num_read = len(tokens)
         encoding, text, pending = self._encoded()
@@ -70,10 +71,6 @@ class DraftText:
         complete = len(self.tail) - unfinished(self.tail)
         text = self.tail[:complete].decode(errors="replace")
         return self.bridge.draft.encode(text, beginning=self.beginning), text, self.tail[complete:]
-
-    def _tail_ids(self) -> list[int]:
-        encoding, _, pending = self._encoded()
-        return encoding.ids + self.bridge.draft.spelled(pending)
 
 
 def first_unsettled(encoding: Encoding, text: str, longest: int) -> int:

@@ -55,12 +55,9 @@ class Continuation:
         else:
             text, complete = _decodable(self._text)
             ids = target.encode(text).ids
-        num_texts = next((i for i, number in enumerate(ids) if not self._is_text(number)), len(ids))
+        num_texts = next((i for i, n in enumerate(ids) if n >= target.head_size or target.texts[n] is None), len(ids))
         ended = self._end is not None and complete and num_texts == len(ids)
         return ids[:num_texts] + ([self._end] if ended and self._end is not None else [])
-
-    def _is_text(self, number: int) -> bool:
-        return number < self._bridge.target.head_size and self._bridge.target.texts[number] is not None
 
     def chances(self, draft_probs: Sequence[float]) -> list[float]:
         """The probability of each of `tokens()`. draft_probs: the draft model's, of each draft token.

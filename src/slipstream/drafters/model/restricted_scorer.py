@@ -95,7 +95,7 @@ class RestrictedScorer(DraftScorer):
         if len(vocabularies) == 1:
             return vocabularies[0].chosen
         weights = [vocabulary.chosen.weight for vocabulary in vocabularies]
-        if self._joined is None or not _are_same(self._joined[0], weights):
+        if self._joined is None or list(map(id, self._joined[0])) != list(map(id, weights)):
             self._joined = weights, _concatenated([vocabulary.chosen for vocabulary in vocabularies])
         return self._joined[1]
 
@@ -126,7 +126,3 @@ class RestrictedScorer(DraftScorer):
 def _concatenated(parts: Sequence[ChosenRows]) -> ChosenRows:
     biases = [part.bias for part in parts if part.bias is not None]
     return ChosenRows(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
-
-
-def _are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(a is b for a, b in zip(tensors, others, strict=True))

@@ -119,7 +119,7 @@ class SuffixAutomaton:
         """
         state, length = start.state, start.length
         for token in tokens:
-            while not (target := self._step(state, token)) and state:
+            while not (target := self._follower(state, token)) and state:
                 state = self._link[state]
                 length = self._length[state]
             length = min(length + 1, LIMIT) if target else 0
@@ -197,7 +197,7 @@ class SuffixAutomaton:
             state, occurrences = self._link[state], count[self._link[state]]
             length = self._length[state]
 
-    def _step(self, state: int, token: int) -> int:
+    def _follower(self, state: int, token: int) -> int:
         if self._token[state] == token:
             return self._target[state]
         branch = self._branches.get(state)
@@ -222,11 +222,12 @@ class SuffixAutomaton:
         if target in self._branches:
             self._branches[new] = self._branches[target].copy()
         self._link[target] = new
-        while state >= 0 and self._step(state, token) == target:
-            if self._token[state] == token:
-                self._target[state] = new
-            if state in self._branches:
-                self._branches[state][token] = new
+        usual, targets, branches = self._token, self._target, self._branches
+        while state >= 0 and (targets[state] if usual[state] == token else branches[state][token]) == target:
+            if usual[state] == token:
+                targets[state] = new
+            if state in branches:
+                branches[state][token] = new
             state = self._link[state]
         return new
 
