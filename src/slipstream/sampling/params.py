@@ -168,7 +168,8 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise UsageError(f"logit_bias={self.logit_bias!r}; allowed: a mapping from token id to a number")
         for token, bias in self.logit_bias.items():
-            if not is_whole(token) or not (is_number(bias, -LARGEST, LARGEST) or bias == -math.inf):
+            forbids = isinstance(bias, float) and bias == -math.inf
+            if not is_whole(token) or not (forbids or is_number(bias, -LARGEST, LARGEST)):
                 raise UsageError(
                     f"logit_bias={{{token!r}: {bias!r}}}; allowed: token ids >= 0 with finite numbers or -inf"
                 )
