@@ -43,6 +43,8 @@ from slipstream.tokenization.tokenizer import AnswerTokenizer, ChatForm, Tokeniz
 
 log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 256
+MAX_QUOTABLE = 1 << 16  # characters of results that are prepared as drafts
+LINE_NUMBER = re.compile(r"^ *\d+(?:\t|→|\| ?)", re.M)  # as agents' tools put it before the lines of a file
 MAX_NAMED = 100  # fields without effect that the log names
 NUMBER = re.compile(r"\.\d+(?=\.)")  # the index of a list's item in the address of a field
 IMAGES = ("image_url", "input_image", "image")  # types of parts
@@ -263,6 +265,29 @@ def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, reading: Read
     )
     cut = _cut(ids, fields.truncate_prompt_tokens)
     return replace(rendered, ids=cut, messages=messages if is_plain else None)
+
+
+def quotable_texts(fields: SamplingFields, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The latest results of tools as the model writes them in a call: in JSON, without line numbers.
+
+    Agents let a model write a file that it has read, or repeat the lines that it changes. In JSON their line ends and
+    quotes are other tokens than in the prompt, so drafts taken from there would break off at every line.
+    """
+    if not (isinstance(fields, ChatFields) and fields.tools and isinstance(tokenizer, AnswerTokenizer)):
+        return []
+    if fields.tool_choice == "none":
+        return []
+    is_json = tokenizer.answer_form().calls.arguments != "tags"
+    texts: list[list[int]] = []
+    room = MAX_QUOTABLE
+    for message in reversed(fields.messages):
+        parts = message.content if isinstance(message.content, list) else []
+        text = message.content if isinstance(message.content, str) else "\n".join(part.text or "" for part in parts)
+        if message.role == "tool" and len(text) <= room:
+            room -= len(text)
+            written = LINE_NUMBER.sub("", text)
+            texts.append(tokenizer.bare(json.dumps(written, ensure_ascii=False) if is_json else written))
+    return texts
 
 
 def rendered_messages(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, reading: Reading) -> Rendered:

@@ -127,13 +127,17 @@ class EndedOutput:
 
 
 class RowText:
-    """A row's text as far as it was read: its own automaton, and the matches of its end in the store's automata."""
+    """A row's text as far as it was read: its own automaton, and the matches of its end in others.
+
+    The others are those of the store, and one of the texts that the row may quote.
+    """
 
     def __init__(self, row: Row, ended: deque[EndedOutput]) -> None:
         output = EndedOutput(row.tokens, row.prompt_length, row.group)
         self.leave = finalize(row, ended.append, output)  # called when the row has finished, or is dropped
         self.leave.atexit = False
         self.own = SuffixAutomaton()
+        self._quotable, self._quoted = row.quotable, list[SuffixAutomaton]()
         self._prompt_length = row.prompt_length
         self._read = 0
         self._matches: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size that the automaton had
@@ -147,8 +151,14 @@ class RowText:
         # in the prompt the first continuation leads, as texts are copied from their beginning on
         self.own.learn(new[:prompt], newest=False)
         self.own.learn(new[prompt:])  # in the output the latest, which may well come again
+        if self._quotable:
+            self._quoted.append(SuffixAutomaton())
+            for text in self._quotable:
+                self._quoted[0].begin()
+                self._quoted[0].learn(text, newest=False)
+            self._quotable = ()
         before, self._matches = self._matches, {}
-        for automaton in stored:
+        for automaton in (*self._quoted, *stored):
             size, match = before.get(automaton, (-1, NOTHING))
             extend = size == automaton.num_tokens and len(new) < LIMIT
             match = automaton.find(new, match) if extend else automaton.find(tokens[-LIMIT:])
@@ -169,10 +179,10 @@ class RowText:
 class SuffixDrafter:
     """Continues the longest suffix of a row's text, up to 32 tokens, that was followed by something before.
 
-    It is looked up in the row's prompt and output, and in past outputs of the same drafter; suffixes of fewer than
-    `shortest` tokens do not count. A draft follows the most frequent continuation (of equally frequent ones
-    the latest in the output, then the first in the prompt) and ends where its estimated probability falls below
-    `threshold`. Drafts are one-hot.
+    It is looked up in the row's prompt and output, in the texts that it may quote, and in past outputs of the same
+    drafter; suffixes of fewer than `shortest` tokens do not count. A draft follows the most frequent continuation (of
+    equally frequent ones the latest in the output, then the first in the prompt) and ends where its estimated
+    probability falls below `threshold`. Drafts are one-hot.
 
     An output is stored by the first call after its row has finished or was dropped. Drafts depend on stored outputs;
     the distribution of the text never does. Memory: about 150 bytes per token of unfinished rows and of saved outputs
