@@ -436,3 +436,6 @@ def test_texts_that_a_row_may_quote_are_drafted_where_its_own_text_has_no_match_
     own = row_of([2, 3, 9, 1, 2, 3])
     own.quotable = quoting.quotable
     assert propose(drafter, [own], 1) == [[9]]
+    unlike = row_of([1, 4])  # a single token is no quote
+    unlike.quotable = quoting.quotable
+    assert propose(drafter, [unlike], 8) == [[]]
