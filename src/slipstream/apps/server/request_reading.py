@@ -43,7 +43,7 @@ from slipstream.tokenization.tokenizer import AnswerTokenizer, ChatForm, Tokeniz
 
 log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 256
-MAX_QUOTABLE = 1 << 16  # characters of results that are prepared as drafts
+MAX_QUOTABLE = 1 << 15  # characters of results that are prepared as drafts; learning them takes 50 ms
 LINE_NUMBER = re.compile(r"^ *\d+(?:\t|→|\| ?)", re.M)  # as agents' tools put it before the lines of a file
 MAX_NAMED = 100  # fields without effect that the log names
 NUMBER = re.compile(r"\.\d+(?=\.)")  # the index of a list's item in the address of a field
@@ -273,20 +273,22 @@ def quotable_texts(fields: SamplingFields, tokenizer: Tokenizer | None) -> list[
     Agents let a model write a file that it has read, or repeat the lines that it changes. In JSON their line ends and
     quotes are other tokens than in the prompt, so drafts taken from there would break off at every line.
     """
-    if not (isinstance(fields, ChatFields) and fields.tools and isinstance(tokenizer, AnswerTokenizer)):
+    if not (isinstance(fields, ChatFields) and fields.tools and fields.tool_choice != "none"):
         return []
-    if fields.tool_choice == "none":
+    if not isinstance(tokenizer, AnswerTokenizer):
         return []
     is_json = tokenizer.answer_form().calls.arguments != "tags"
     texts: list[list[int]] = []
     room = MAX_QUOTABLE
     for message in reversed(fields.messages):
+        if message.role != "tool" or not room:
+            continue
         parts = message.content if isinstance(message.content, list) else []
         text = message.content if isinstance(message.content, str) else "\n".join(part.text or "" for part in parts)
-        if message.role == "tool" and len(text) <= room:
-            room -= len(text)
-            written = LINE_NUMBER.sub("", text)
-            texts.append(tokenizer.bare(json.dumps(written, ensure_ascii=False) if is_json else written))
+        text = text[:room]
+        room -= len(text)
+        written = LINE_NUMBER.sub("", text)
+        texts.append(tokenizer.bare(json.dumps(written, ensure_ascii=False) if is_json else written))
     return texts
 
 
