@@ -1,6 +1,6 @@
 """Coding agents and libraries do three tasks with the model of a running server.
 
-    slipstream serve --model qwen1.5b.gguf --greedy --max-model-len 32768
+    slipstream serve --model MODEL --greedy --max-model-len 32768
     python -m tests.clients.real_model http://127.0.0.1:8000 [CLIENT ...]
 
 They run as in `test_agents.py`, but nothing is scripted. A line per client says which tasks were done, and

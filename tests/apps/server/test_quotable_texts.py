@@ -42,8 +42,11 @@ def texts(fields: ChatFields, template: str = TEMPLATES["plain"]) -> list[str]:
     [
         CONTENT,
         NUMBERED,
-        NUMBERED.replace("\t", "→", 1).replace("2\t", "2→").replace("3\t", "3→"),
+        '1\tbird = "heron"\n2\t\n3\t\tcolor = "grey"',  # Claude Code's
+        '     1→bird = "heron"\n     2→\n     3→\tcolor = "grey"',
+        '1: bird = "heron"\n2: \n3: \tcolor = "grey"',  # opencode's
         '00001| bird = "heron"\n00002| \n00003| \tcolor = "grey"',
+        json.dumps([{"query": "notes.py", "result": '1 | bird = "heron"\n2 | \n3 | \tcolor = "grey"'}]),  # Cline's
         [{"type": "text", "text": NUMBERED}],
     ],
 )

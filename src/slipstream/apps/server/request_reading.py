@@ -44,7 +44,7 @@ from slipstream.tokenization.tokenizer import AnswerTokenizer, ChatForm, Tokeniz
 log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 256
 MAX_QUOTABLE = 1 << 15  # characters of results that are prepared as drafts; learning them takes 50 ms
-LINE_NUMBER = re.compile(r"^ *\d+(?:\t|→|\| ?)", re.M)  # as agents' tools put it before the lines of a file
+LINE_NUMBER = re.compile(r"^ *\d+(?:\t|→|: | ?\| ?)", re.M)  # as agents' tools put it before the lines of a file
 MAX_NAMED = 100  # fields without effect that the log names
 NUMBER = re.compile(r"\.\d+(?=\.)")  # the index of a list's item in the address of a field
 IMAGES = ("image_url", "input_image", "image")  # types of parts
@@ -285,11 +285,20 @@ def quotable_texts(fields: SamplingFields, tokenizer: Tokenizer | None) -> list[
             continue
         parts = message.content if isinstance(message.content, list) else []
         text = message.content if isinstance(message.content, str) else "\n".join(part.text or "" for part in parts)
-        text = text[:room]
+        text = _inner_text(text)[:room]
         room -= len(text)
         written = LINE_NUMBER.sub("", text)
         texts.append(tokenizer.bare(json.dumps(written, ensure_ascii=False) if is_json else written))
     return texts
+
+
+def _inner_text(result: str) -> str:
+    """The strings with several lines in a result that is JSON, as Cline's are; any other result itself."""
+    try:
+        strings = _texts_of(json.loads(result)) if result.startswith(("{", "[")) else iter(())
+        return "\n".join(text for text in strings if "\n" in text) or result
+    except (ValueError, RecursionError):
+        return result
 
 
 def rendered_messages(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, reading: Reading) -> Rendered:
