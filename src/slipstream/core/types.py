@@ -186,12 +186,12 @@ class Row:
     messages: Sequence[Any] | None = None  # the chat that the prompt was rendered from, for draft models' own templates
     open_end: int = 1  # trailing tokens that may still change, or are read again
     prediction: Sequence[int] = ()  # token ids that the output will probably resemble
-    quotable: Sequence[Sequence[int]] = ()  # further texts, as token ids, of which the output may quote parts
     call_rows: Sequence[Row] = ()  # all rows of a call that returns when the last of them has ended
     constraint: object | None = None  # the grammar that the text must match; only the sampler knows what it means
     group: str = ""  # rows of different groups share only averages of acceptance and cost: no cache, no learned texts
     text: object | None = None  # the output as text, if it is read as it grows; only `text/` knows what it means
     images: PromptImages | None = None  # of the prompt; only the target sees them
+    quotable: Sequence[Sequence[int]] = ()  # further texts, as token ids, of which the output may quote parts
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
