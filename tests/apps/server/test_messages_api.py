@@ -301,6 +301,12 @@ def test_edits_that_would_shorten_the_conversation_are_refused(
             "invalid_request_error",
             "content.0.content.0: a string",
         ),
+        (
+            sent("user", {"type": "tool_result", "content": [{"text": "x"}]}),
+            400,
+            "invalid_request_error",
+            "content.0.content.0: an object; allowed: an object with a type",
+        ),
         ({"output_config": {"format": {"type": "xml"}}}, 400, "invalid_request_error", "output_config.format"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "tool_choice"),
         (

@@ -60,6 +60,8 @@ def test_only_results_that_a_call_can_repeat_are_prepared(monkeypatch: pytest.Mo
     two = request("bird")
     two.messages.append(request("cat").messages[-1])
     assert texts(two) == ['"cat"', '"bird"']
+    assert texts(request('["a\\n\\ud800"]')) == [json.dumps("a\n?")]
+    assert texts(request("[oops\n")) == [json.dumps("[oops\n")]
     monkeypatch.setattr(request_reading, "MAX_QUOTABLE", 5)
     assert texts(two) == ['"cat"', '"bi"']  # the latest first
 

@@ -271,9 +271,9 @@ def _result(place: str, blocks: list[Any], fields: CountedFields) -> list[dict[s
     names: list[Any] = []
     for number, block in enumerate(blocks):
         name = f"{place}.content.{number}"
-        if not isinstance(block, dict):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str):
             raise refused(f"{sent(name, block)}; allowed: an object with a type", name)
-        kind = block.get("type")
         if kind in TEXTUAL:
             parts.append(_part(block))
         elif kind == "tool_reference":

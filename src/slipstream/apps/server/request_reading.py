@@ -296,7 +296,8 @@ def _inner_text(result: str) -> str:
     """The strings with several lines in a result that is JSON, as Cline's are; any other result itself."""
     try:
         strings = _texts_of(json.loads(result)) if result.startswith(("{", "[")) else iter(())
-        return "\n".join(text for text in strings if "\n" in text) or result
+        inner = "\n".join(text for text in strings if "\n" in text)
+        return inner.encode(errors="replace").decode() or result  # JSON may name halves of surrogate pairs
     except (ValueError, RecursionError):
         return result
 
