@@ -116,6 +116,13 @@ def continue_words(url: str, home: Path, task: str) -> list[str]:
     return [str(node_program("continue", "cn")), "-p", "--auto", "--config", str(config), task]
 
 
+def aider_words(url: str, task: str, *words: str) -> list[str]:
+    start = [str(program("aider", "aider")), "--model", "openai/tiny", "--openai-api-base", f"{url}/v1"]
+    start += ["--openai-api-key", "none", "--no-git", "--analytics-disable"]
+    start += ["--no-check-update", "--yes-always", "--no-show-model-warnings", "--no-pretty", "--no-detect-urls"]
+    return [*start, "--message", task, *words]
+
+
 AGENTS = {
     "claude": Agent(
         lambda path: ("Read", {"file_path": str(path)}),
@@ -290,6 +297,7 @@ def test_a_conversation_that_fills_the_window_is_summarized(name: str, tmp_path:
 
 
 LIBRARIES = {
+    "openai": "agent_sdks",
     "openai-agents responses": "agent_sdks",
     "openai-agents stream": "agent_sdks",
     "openai-agents chat": "agent_sdks",
@@ -340,10 +348,10 @@ def test_aider_edits_a_file_and_reads_what_its_test_command_prints(tmp_path: Pat
 
     decoder = scripted_decoder(tokenizer(form.template), form.opening, script, form.window)
     with running_server(lambda: decoder, served_model_name="tiny", max_model_len=form.window) as server:
-        words = ["--model", "openai/tiny", "--openai-api-base", f"{server.url}/v1", "--openai-api-key", "none"]
-        words += ["--edit-format", "diff", "--no-git", "--analytics-disable", "--no-check-update", "--yes-always"]
-        words += ["--no-show-model-warnings", "--no-pretty", "--no-detect-urls"]
-        words += ["--auto-test", "--test-cmd", f"{sys.executable} {program_file}", "--message", CHANGE, str(notes)]
-        printed = run_agent([str(program("aider", "aider")), *words], tmp_path / "home", tmp_path)
+        command = f"{sys.executable} {program_file}"
+        words = aider_words(
+            server.url, CHANGE, "--edit-format", "diff", "--auto-test", "--test-cmd", command, str(notes)
+        )
+        printed = run_agent(words, tmp_path / "home", tmp_path)
     assert notes.read_text() == NOTES.replace("grey7", "green")
     assert counts == ["nothing", "42"] and ANSWERS[COMMAND] in printed

@@ -429,3 +429,18 @@ def test_extend_starts_from_the_newest_text_after_a_round_without_a_draft() -> N
     used.propose([row], [0], sampler)
     new.propose([row], [4], sampler)
     assert extended(used) == extended(new) and bytes(extended(new)).startswith(b"34 ")
+
+
+def test_texts_that_a_row_may_quote_are_drafted_where_its_own_text_has_no_match_as_long() -> None:
+    quoting = row_of([1, 4, 5])
+    quoting.quotable = [[4, 5, 6, 7], [2, 3, 8]]
+    drafter = SuffixDrafter(SIZE, threshold=0.0)
+    assert propose(drafter, [quoting], 8) == [[6, 7]]
+    quoting.tokens += [6, 2, 3]
+    assert propose(drafter, [quoting], 8) == [[8]]
+    own = row_of([2, 3, 9, 1, 2, 3])
+    own.quotable = quoting.quotable
+    assert propose(drafter, [own], 1) == [[9]]
+    unlike = row_of([1, 4])  # a single token is no quote
+    unlike.quotable = quoting.quotable
+    assert propose(drafter, [unlike], 8) == [[]]

@@ -47,7 +47,7 @@ def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(absent, reason=f"needs the environment .clients/{name}: make clients")
 
 
-def run_client(name: str, command: str, *arguments: str, folder: Path | None = None) -> str:
+def run_client(name: str, command: str, *arguments: str, folder: Path | None = None, seconds: float = PATIENCE) -> str:
     """What a client printed; if it fails, the test fails with its output."""
     with tempfile.TemporaryDirectory() as home:
         finished = subprocess.run(
@@ -56,7 +56,7 @@ def run_client(name: str, command: str, *arguments: str, folder: Path | None = N
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=seconds,
         )
     assert finished.returncode == 0, (
         f"{command} {' '.join(arguments)}\n{finished.stdout[-4000:]}\n{finished.stderr[-8000:]}"
@@ -64,7 +64,7 @@ def run_client(name: str, command: str, *arguments: str, folder: Path | None = N
     return finished.stdout
 
 
-def run_agent(words: list[str], home: Path, folder: Path) -> str:
+def run_agent(words: list[str], home: Path, folder: Path, seconds: float = PATIENCE) -> str:
     """What a coding agent printed that ran in a folder; all its processes end with it.
 
     Its settings lie in an empty home folder, and it reaches no other machine.
@@ -89,7 +89,7 @@ def run_agent(words: list[str], home: Path, folder: Path) -> str:
         start_new_session=True,
     ) as process:
         try:
-            printed, errors = process.communicate(timeout=PATIENCE)
+            printed, errors = process.communicate(timeout=seconds)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -97,7 +97,7 @@ def run_agent(words: list[str], home: Path, folder: Path) -> str:
     return printed
 
 
-def run_script(name: str, script: str, *arguments: str, folder: Path | None = None) -> Any:
+def run_script(name: str, script: str, *arguments: str, folder: Path | None = None, seconds: float = PATIENCE) -> Any:
     """The JSON that a script prints as its last line, run by a client's Python."""
-    printed = run_client(name, "python", str(SCRIPTS / script), *arguments, folder=folder)
+    printed = run_client(name, "python", str(SCRIPTS / script), *arguments, folder=folder, seconds=seconds)
     return json.loads(printed.strip().splitlines()[-1])

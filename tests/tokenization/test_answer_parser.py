@@ -171,6 +171,14 @@ def test_a_call_that_no_client_could_read_stays_text(call: str) -> None:
     assert joined(pieces(HERMES_FORM, text)) == [("text", text)]
 
 
+def test_halves_of_surrogate_pairs_in_arguments_are_replaced() -> None:
+    """They can be written in JSON, but no client could send them back."""
+    arguments = r'{"text": "a\ud83d\ude00 \ud800b\udc00", "\ud800": 1}'
+    (piece,) = pieces(HERMES_FORM, f'<tool_call>{{"name": "probe_one", "arguments": {arguments}}}</tool_call>')
+    assert piece.call is not None
+    assert json.loads(piece.call.arguments) == {"text": "a\U0001f600 \ufffdb\ufffd", "\ufffd": 1}
+
+
 def test_a_call_without_arguments_gets_an_empty_object() -> None:
     for arguments in (', "arguments": null', ""):
         call = f'<tool_call>{{"name": "probe_one"{arguments}}}</tool_call>'

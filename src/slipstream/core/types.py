@@ -191,6 +191,7 @@ class Row:
     group: str = ""  # rows of different groups share only averages of acceptance and cost: no cache, no learned texts
     text: object | None = None  # the output as text, if it is read as it grows; only `text/` knows what it means
     images: PromptImages | None = None  # of the prompt; only the target sees them
+    quotable: Sequence[Sequence[int]] = ()  # further texts, as token ids, of which the output may quote parts
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:

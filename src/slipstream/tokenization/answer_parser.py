@@ -21,6 +21,7 @@ Kind = Literal["thought", "text", "call"]
 KEPT = 4096  # characters that were read, before they are forgotten
 CAN_END_CALLS = re.compile(r"[}\])>]")
 SPACE = re.compile(r"\s*")
+SURROGATE = re.compile(r"\\ud[89a-f]")  # as `json.dumps` writes it
 # JSON that may be a call without marks; in fences, it is one only if they are the whole answer
 BARE_CALL = regex.compile(r'\[?\s*\{{1,2}\s*"(?:name|arguments|parameters|type|function)"\s*:')
 FENCE = regex.compile(r"```(?:json|tool_call|tool_code)?[ \t]*\n\s*(?=[\[{])")
@@ -384,6 +385,9 @@ def _call(name: Any, arguments: Any, identifier: str | None = None) -> ToolCall:
         raise ValueError(f"a call of {name!r:.80} with arguments of type {type(arguments).__name__}")
     name.encode()  # halves of surrogate pairs can be written in JSON, but not sent
     written = json.dumps(arguments, allow_nan=False)
+    if SURROGATE.search(written):  # half of a pair cannot be sent: it becomes U+FFFD
+        pairs = json.dumps(arguments, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+        written = json.dumps(json.loads(pairs.decode("utf-16-le", "replace")))
     return ToolCall(name, written, identifier or "")
 
 

@@ -18,7 +18,20 @@ from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, 
 from slipstream.apps.server.streaming import MAX_JOINED_EVENTS, AnswerStream, run_until_blocked
 from slipstream.core.types import Row
 from slipstream.sampling.params import SamplingParams
+from tests.support.markers import subcases
 from tests.support.running_server import PATIENCE, running_server
+
+
+@subcases("text", ["a\x85b\u2028c\u2029d", "\x00\x0b\x0c\x1c\n\r", "heron \U0001f600 \u0645 \u0085"])
+def test_json_is_one_line_wherever_a_client_ends_lines(text: str) -> None:
+    """Ollama's client splits a stream as `str.splitlines` does."""
+    line = encoded({"text": text}).decode()
+    assert line.splitlines() == [line] and json.loads(line) == {"text": text}
+
+
+def test_json_is_written_however_deep_it_is_nested() -> None:
+    nested = json.loads("[" * 600 + "]" * 600)
+    assert json.loads(encoded({"calls": nested})) == {"calls": nested}
 
 
 class Times:

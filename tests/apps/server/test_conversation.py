@@ -79,6 +79,17 @@ def test_the_prompt_of_a_turn_begins_with_that_of_the_turn_before(template: str)
         before = prompt
 
 
+@over_templates
+def test_results_stand_in_the_order_of_their_calls(template: str) -> None:
+    """Many templates show no ids: the place alone tells which call a result belongs to."""
+    *before, first, second = CONVERSATION[:8]
+    other = Turn("tool", "of no call", call_id="call_9")
+    text = rendered(template, [*before, first, second, other])
+    assert text.index(first.text) < text.index(second.text) < text.index(other.text)
+    for results in ([second, first, other], [other, second, first], [second, other, first]):
+        assert rendered(template, [*before, *results]) == text
+
+
 def folded(*turns: Turn, template: str = "system first") -> list[tuple[str, str]]:
     messages = traits(template).messages(turns, TOOLS)
     return [(message["role"], message["content"]) for message in messages]

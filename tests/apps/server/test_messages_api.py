@@ -166,6 +166,13 @@ def test_results_come_before_the_text_next_to_them() -> None:
     assert list(fields.ignored) == ["messages.0.content.1.redacted_thinking"]
 
 
+def test_the_model_is_told_of_what_it_cannot_read_in_a_result(server: RunningServer) -> None:
+    content = [{"type": "document", "source": {"type": "base64", "data": "x"}}, {"type": "text", "text": "two pages"}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    prompt = shown(server, {"messages": [{"role": "user", "content": [result]}]})
+    assert "[document, which this model cannot read]\ntwo pages" in prompt
+
+
 def test_deferred_tools_are_described_where_a_result_refers_to_them(server: RunningServer) -> None:
     """The beginning of the prompt stays the same, and the model's calls of such a tool are read."""
     later = TOOLS[0] | {"name": "weigh", "defer_loading": True}
@@ -190,6 +197,10 @@ def shown(server: RunningServer, body: dict[str, Any]) -> str:
     chat = conversation(CountedFields.model_validate(body), 4096)
     tokenizer = server.service.facts.tokenizer
     return str(tokenizer.decode(rendered_chat(chat, tokenizer, server.service.loaded.rows.reading).ids))
+
+
+def sent(role: str, block: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [block]}]}
 
 
 def thought(text: str) -> dict[str, Any]:
@@ -275,6 +286,27 @@ def test_edits_that_would_shorten_the_conversation_are_refused(
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "invalid_request_error", None),
         ({"messages": [{"role": "user", "content": "x" * 90_000}]}, 400, "invalid_request_error", None),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image_url'"),
+        (sent("user", {"type": "tool_use"}), 400, "invalid_request_error", "messages.0.content.0 of type 'tool_use'"),
+        (sent("assistant", {"type": "tool_result"}), 400, "invalid_request_error", "of role 'user'"),
+        (
+            sent("assistant", {"type": "tool_use", "input": [1]}),
+            400,
+            "invalid_request_error",
+            "content.0.input: a list",
+        ),
+        (sent("user", {"type": "tool_result", "content": 5}), 400, "invalid_request_error", "content.0.content=5"),
+        (
+            sent("user", {"type": "tool_result", "content": ["x"]}),
+            400,
+            "invalid_request_error",
+            "content.0.content.0: a string",
+        ),
+        (
+            sent("user", {"type": "tool_result", "content": [{"text": "x"}]}),
+            400,
+            "invalid_request_error",
+            "content.0.content.0: an object; allowed: an object with a type",
+        ),
         ({"output_config": {"format": {"type": "xml"}}}, 400, "invalid_request_error", "output_config.format"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "tool_choice"),
         (

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from slipstream.apps.server.ollama_api import OllamaChatFields, conversation
+from slipstream.apps.server.schemas import ChatFields
 from tests.apps.server.test_messages_api import with_parts
 from tests.support.chat_templates import decoder_without_tools
 from tests.support.markers import subcases
@@ -82,6 +84,16 @@ def test_earlier_calls_and_results_are_shown(server: RunningServer) -> None:
         server.http.post("/api/chat", json=b).json()["prompt_eval_count"] for b in (CHAT | {"stream": False}, body)
     ]
     assert counts[1] > counts[0] + len("a heron")
+
+
+def test_results_go_to_the_calls_that_their_names_tell() -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("look", "hear", "look")]
+    results = [{"role": "tool", "content": name, "tool_name": name} for name in ("hear", "look", "other", "look")]
+    body = {"model": "tiny", "messages": [{"role": "assistant", "tool_calls": calls}, *results]}
+    chat = conversation(OllamaChatFields.model_validate(body))
+    assert isinstance(chat, ChatFields)
+    ids = [message.tool_call_id for message in chat.messages[1:]]
+    assert ids == ["call_0_1", "call_0_0", None, "call_0_2"]
 
 
 def test_the_models_are_told(server: RunningServer) -> None:

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 library, url, model, *tasks = sys.argv[1:]
 
@@ -20,7 +21,7 @@ def read_file(path: str) -> str:
     Args:
         path: of the file
     """
-    return Path(path).read_text()
+    return Path(path).read_text() if Path(path).is_file() else f"There is no file {path!r}."
 
 
 def edit_file(path: str, old: str, new: str) -> str:
@@ -31,6 +32,8 @@ def edit_file(path: str, old: str, new: str) -> str:
         old: the text that is replaced
         new: the text that replaces it
     """
+    if not Path(path).is_file() or old not in Path(path).read_text():
+        return f"There is no file {path!r} with this text."
     Path(path).write_text(Path(path).read_text().replace(old, new))
     return "edited"
 
@@ -41,10 +44,41 @@ def run_command(command: str) -> str:
     Args:
         command: a line for the shell
     """
-    return subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
+    finished = subprocess.run(command, shell=True, capture_output=True, text=True)
+    return finished.stdout + finished.stderr
 
 
 FUNCTIONS = [read_file, edit_file, run_command]
+
+
+def result_of(name: str, arguments: dict[str, Any]) -> str:
+    """The result of a call in the loops that are written here; a mistake of the model is one, too."""
+    function = next((function for function in FUNCTIONS if function.__name__ == name), None)
+    try:
+        return f"There is no tool {name}." if function is None else function(**arguments)
+    except TypeError as error:  # an argument is missing or unknown
+        return f"Error: {error}"
+
+
+def openai(task: str) -> str:
+    from openai import OpenAI, pydantic_function_tool
+    from pydantic import create_model
+
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    tools = []
+    for function in FUNCTIONS:
+        fields = {name: (str, ...) for name in function.__annotations__ if name != "return"}
+        made = create_model(function.__name__, __doc__=function.__doc__, **fields)
+        tools.append(pydantic_function_tool(made, name=function.__name__))
+    turns: list[Any] = [{"role": "user", "content": task}]
+    while True:
+        message = client.chat.completions.create(model=model, messages=turns, tools=tools).choices[0].message
+        if not message.tool_calls:
+            return message.content or ""
+        turns.append(message)
+        for call in message.tool_calls:
+            result = result_of(call.function.name, json.loads(call.function.arguments))
+            turns.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
 def openai_agents(task: str) -> str:
@@ -123,7 +157,7 @@ def anthropic(task: str) -> str:
     asked = {"model": model, "max_tokens": 4000, "messages": [{"role": "user", "content": task}]}
     client = Anthropic(base_url=url, api_key="none", max_retries=0)
     runner = client.beta.messages.tool_runner(**asked, tools=[beta_tool(function) for function in FUNCTIONS])
-    return runner.until_done().content[-1].text
+    return "".join(block.text for block in runner.until_done().content if block.type == "text")
 
 
 def ollama(task: str) -> str:
@@ -136,12 +170,12 @@ def ollama(task: str) -> str:
             return message.content or ""
         turns.append(message)
         for call in message.tool_calls:
-            function = next(f for f in FUNCTIONS if f.__name__ == call.function.name)
-            result = function(**call.function.arguments)
+            result = result_of(call.function.name, call.function.arguments)
             turns.append({"role": "tool", "tool_name": call.function.name, "content": result})
 
 
 loops = {
+    "openai": openai,
     "openai-agents": openai_agents,
     "pydantic-ai": pydantic_ai,
     "smolagents": smolagents,

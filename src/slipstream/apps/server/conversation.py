@@ -134,7 +134,8 @@ class TemplateTraits:
 
     def messages(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
         """A conversation as the template's messages. tools: those that are offered, for templates that know none."""
-        turns, pictures = list(turns), {mark: picture for turn in turns for mark, picture in turn.pictures.items()}
+        pictures = {mark: picture for turn in turns for mark, picture in turn.pictures.items()}
+        turns = _with_ordered_results(turns)
         if pictures:
             turns = _shown_after_results(turns)
         if not self.knows_tools:
@@ -280,6 +281,22 @@ def _spelled(turn: Turn) -> Turn:
         f'<tool_call>\n{{"name": {json.dumps(c.name)}, "arguments": {c.as_text}}}\n</tool_call>' for c in turn.calls
     ]
     return replace(turn, text="\n".join(filter(None, [turn.text, *calls])), calls=()) if calls else turn
+
+
+def _with_ordered_results(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns with results in the order of their calls: many templates show no ids, so the place tells them apart."""
+    result: list[Turn] = []
+    places: dict[str | None, int] = {}
+    first = 0  # of the results that follow each other
+    for turn in turns:
+        result.append(turn)
+        if turn.role != "tool":
+            first = len(result)
+        if turn.role in ("user", "assistant"):
+            places = {call.id: place for place, call in enumerate(turn.calls)}
+        elif turn.role == "tool" and turn.call_id in places:
+            result[first:] = sorted(result[first:], key=lambda tool: places.get(tool.call_id, len(places)))
+    return result
 
 
 def _after_system(turns: list[Turn], text: str) -> list[Turn]:

@@ -37,6 +37,7 @@ ROLES = {"developer": "system", "ctx": "user", "msg": "user"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TEXTUAL = ("text", "image")  # blocks of a user's message
 SKIPPED = ("redacted_thinking", "server_tool_use", "web_search_tool_result")  # of the assistant's
+SENDERS = {"tool_result": "user", "tool_use": "assistant"}  # of blocks
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 Blocks = Annotated[list[dict[str, Any]], FAIL_FAST]
@@ -232,16 +233,23 @@ def _messages(place: str, message: Message, fields: CountedFields, *, has_though
     thoughts: list[str] = []
     for number, block in enumerate(blocks):
         kind, name = block.get("type"), f"{place}.content.{number}"
+        if (sender := SENDERS.get(str(kind), role)) != role:
+            raise refused(f"{name} of type {kind!r} in a message of role {role!r}; allowed: of role {sender!r}", name)
         if kind in TEXTUAL:
             parts.append(_part(block))
         elif kind == "tool_result":
             content = block.get("content") or ""
             if isinstance(content, list):
-                content = _result([part for part in content if isinstance(part, dict)], fields.tools or [])
+                content = _result(name, content, fields)
+            elif not isinstance(content, str):
+                raise refused(f"{sent(f'{name}.content', content)}; allowed: a string or a list", f"{name}.content")
             call_id = str(block.get("tool_use_id") or "")
             results.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif kind == "tool_use":
-            function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
+            arguments = block.get("input") or {}
+            if not isinstance(arguments, dict | str):
+                raise refused(f"{sent(f'{name}.input', arguments)}; allowed: an object", f"{name}.input")
+            function = {"name": str(block.get("name")), "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking":
             thoughts += [str(block.get("thinking") or "")] * has_thoughts
@@ -257,11 +265,25 @@ def _messages(place: str, message: Message, fields: CountedFields, *, has_though
     return results + ([{"role": role, "content": parts or ""}] if parts or not results else [])
 
 
-def _result(blocks: list[dict[str, Any]], tools: list[Tool]) -> list[dict[str, Any]]:
+def _result(place: str, blocks: list[Any], fields: CountedFields) -> list[dict[str, Any]]:
     """The parts of a tool's result. It describes the tools that it refers to, as the client's prompt has promised."""
-    parts = [_part(block) for block in blocks if block.get("type") in TEXTUAL]
-    if names := [block.get("tool_name") for block in blocks if block.get("type") == "tool_reference"]:
-        functions = [tool["function"] for tool in _tools([t for t in tools if t.name in names]) if "function" in tool]
+    parts: list[dict[str, Any]] = []
+    names: list[Any] = []
+    for number, block in enumerate(blocks):
+        name = f"{place}.content.{number}"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str):
+            raise refused(f"{sent(name, block)}; allowed: an object with a type", name)
+        if kind in TEXTUAL:
+            parts.append(_part(block))
+        elif kind == "tool_reference":
+            names.append(block.get("tool_name"))
+        else:
+            fields.ignore(f"{name}.{kind}"[:80], "; the model is told that it is missing")
+            parts.append({"type": "text", "text": f"[{kind}, which this model cannot read]"})
+    if names:
+        offered = [tool for tool in fields.tools or [] if tool.name in names]
+        functions = [tool["function"] for tool in _tools(offered) if "function" in tool]
         check_json("tools", functions)
         lines = [f"<function>{json.dumps(function, ensure_ascii=False)}</function>" for function in functions]
         parts.append({"type": "text", "text": "\n".join(["<functions>", *lines, "</functions>"])})

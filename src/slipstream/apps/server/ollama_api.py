@@ -184,11 +184,18 @@ def _turns(fields: OllamaChatFields | GenerateFields) -> dict[str, Any]:
         turns = [("system", fields.system), ("user", _with_images(fields.prompt, fields.images))]
         return {"messages": [{"role": role, "content": content} for role, content in turns if content]}
     messages = []
+    waiting: list[CallFields] = []  # calls whose results have not come
     for number, message in enumerate(fields.messages or ()):
         content = _with_images(message.content, message.images)
         shown: dict[str, Any] = {"role": message.role, "content": content, "reasoning_content": message.thinking}
         for index, call in enumerate(message.tool_calls or ()):
             call.id = call.id or f"call_{number}_{index}"  # some clients leave out the ids that other templates need
+        waiting = list(message.tool_calls or waiting)
+        if message.role == "tool" and not message.tool_call_id:  # the name tells whose result it is
+            named = [call for call in waiting if call.function.name == message.tool_name]
+            if named:
+                waiting.remove(named[0])
+                message.tool_call_id = str(named[0].id)
         shown |= {"tool_calls": message.tool_calls} if message.tool_calls else {}
         shown |= {"tool_call_id": message.tool_call_id} if message.tool_call_id else {}
         shown |= {"name": message.tool_name} if message.tool_name else {}

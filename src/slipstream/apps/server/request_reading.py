@@ -43,6 +43,8 @@ from slipstream.tokenization.tokenizer import AnswerTokenizer, ChatForm, Tokeniz
 
 log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 256
+MAX_QUOTABLE = 1 << 15  # characters of results that are prepared as drafts; learning them takes 50 ms
+LINE_NUMBER = re.compile(r"^ *\d+(?:\t|→|: | ?\| ?)", re.M)  # as agents' tools put it before the lines of a file
 MAX_NAMED = 100  # fields without effect that the log names
 NUMBER = re.compile(r"\.\d+(?=\.)")  # the index of a list's item in the address of a field
 IMAGES = ("image_url", "input_image", "image")  # types of parts
@@ -263,6 +265,41 @@ def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, reading: Read
     )
     cut = _cut(ids, fields.truncate_prompt_tokens)
     return replace(rendered, ids=cut, messages=messages if is_plain else None)
+
+
+def quotable_texts(fields: SamplingFields, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The latest results of tools as the model writes them in a call: in JSON, without line numbers.
+
+    Agents let a model write a file that it has read, or repeat the lines that it changes. In JSON their line ends and
+    quotes are other tokens than in the prompt, so drafts taken from there would break off at every line.
+    """
+    if not (isinstance(fields, ChatFields) and fields.tools and fields.tool_choice != "none"):
+        return []
+    if not isinstance(tokenizer, AnswerTokenizer):
+        return []
+    is_json = tokenizer.answer_form().calls.arguments != "tags"
+    texts: list[list[int]] = []
+    room = MAX_QUOTABLE
+    for message in reversed(fields.messages):
+        if message.role != "tool" or not room:
+            continue
+        parts = message.content if isinstance(message.content, list) else []
+        text = message.content if isinstance(message.content, str) else "\n".join(part.text or "" for part in parts)
+        text = _inner_text(text)[:room]
+        room -= len(text)
+        written = LINE_NUMBER.sub("", text)
+        texts.append(tokenizer.bare(json.dumps(written, ensure_ascii=False) if is_json else written))
+    return texts
+
+
+def _inner_text(result: str) -> str:
+    """The strings with several lines in a result that is JSON, as Cline's are; any other result itself."""
+    try:
+        strings = _texts_of(json.loads(result)) if result.startswith(("{", "[")) else iter(())
+        inner = "\n".join(text for text in strings if "\n" in text)
+        return inner.encode(errors="replace").decode() or result  # JSON may name halves of surrogate pairs
+    except (ValueError, RecursionError):
+        return result
 
 
 def rendered_messages(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, reading: Reading) -> Rendered:

@@ -29,6 +29,7 @@ from slipstream.apps.server.request_reading import (
     forced_tools,
     is_call_forced,
     predicted_text,
+    quotable_texts,
     rendered_chat,
     rendered_prompts,
     sampling_params,
@@ -327,8 +328,10 @@ class RowMaker:
         for row, seed in zip(rows[1:], further_seeds(rows[0].seed, fields.n or 1), strict=True):
             row.seed = seed
         echo = wanted_logprobs(fields) if isinstance(fields, CompletionFields) and fields.echo else None
+        quotable = quotable_texts(fields, tokenizer)
         for row in rows:
             row.messages, row.images, row.group = prompt.messages, prompt.images, live.group
+            row.quotable = quotable
             if fields.stream:
                 read_as_committed(row, target.tokenizer)
         limits = next((name for name in LIMITING if getattr(fields, name)), form_field(fields))

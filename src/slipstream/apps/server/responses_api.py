@@ -34,6 +34,7 @@ router = APIRouter()
 MAX_RESPONSES = 64  # of a server that requests can continue
 MEMBER = "__"  # between a namespace and the name of a tool in it
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")  # types of text parts
+ROLES = ("user", "assistant", "system", "developer")
 CALLS = ("function_call", "custom_tool_call")
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
 NO_SUMMARIES = "the server neither makes nor reads summaries; allowed: all items of the conversation"
@@ -133,9 +134,11 @@ def conversation(fields: ResponsesFields, earlier: Messages, window: int) -> Cha
             )
         fields.ignore(name, "; no prompt reaches its threshold")
     head = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
+    if not (messages := head + earlier + input_messages(fields)):
+        raise refused("input has no message, call or result; allowed: at least one", "input")
     chat: dict[str, Any] = {
         "model": fields.model,
-        "messages": head + earlier + input_messages(fields),
+        "messages": messages,
         "tools": [tool for tool, _ in _tools(fields.tools or [])],
         "tool_choice": _tool_choice(fields.tool_choice),
         "max_completion_tokens": fields.max_output_tokens,
@@ -164,14 +167,17 @@ def input_messages(fields: ResponsesFields) -> Messages:
         if not isinstance(kind, str):
             raise refused(f"{sent(f'{place}.type', kind)}; allowed: a string", f"{place}.type")
         if kind == "message" and item.get("role") != "assistant":
-            messages.append({"role": str(item.get("role")), "content": _parts(item.get("content"))})
+            if (role := item.get("role")) not in ROLES:
+                allowed = ", ".join(map(repr, ROLES))
+                raise refused(f"{sent(f'{place}.role', role, is_text_shown=True)}; allowed: {allowed}", f"{place}.role")
+            messages.append({"role": role, "content": _parts(f"{place}.content", item.get("content"))})
         elif kind in OUTPUTS:
-            output = {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": _parts(item.get("output"))}
-            messages.append(output)
+            content = _parts(f"{place}.output", item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
         elif kind == "message" or kind in CALLS or kind == "reasoning":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": "", "tool_calls": []})
-            _add(messages[-1], kind, item)
+            _add(messages[-1], place, kind, item)
         elif kind in REFUSED_ITEMS:
             raise refused(f"{place} of type {kind!r}: {REFUSED_ITEMS[kind]}", place)
         else:
@@ -179,12 +185,14 @@ def input_messages(fields: ResponsesFields) -> Messages:
     return _in_order(messages)
 
 
-def _add(message: dict[str, Any], kind: str, item: dict[str, Any]) -> None:
+def _add(message: dict[str, Any], place: str, kind: str, item: dict[str, Any]) -> None:
     """Add an item to a message of the assistant."""
     if kind == "message":
-        message["content"] = "\n\n".join(filter(None, [message["content"], _text(item.get("content"))]))
+        text = _text(f"{place}.content", item.get("content"))
+        message["content"] = "\n\n".join(filter(None, [message["content"], text]))
     elif kind == "reasoning":
-        if text := _text(item.get("content")) or _text(item.get("summary")):
+        text = _text(f"{place}.content", item.get("content")) or _text(f"{place}.summary", item.get("summary"))
+        if text:
             message["reasoning_content"] = "\n\n".join(filter(None, [message.get("reasoning_content"), text]))
     else:
         name = str(item.get("name"))
@@ -208,26 +216,29 @@ def _in_order(messages: Messages) -> Messages:
     return result
 
 
-def _parts(content: Any) -> Any:
+def _parts(place: str, content: Any) -> str | list[dict[str, Any]]:
     """A content as chat completions have it."""
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
-        return content if isinstance(content, str) else ""
+        raise refused(f"{sent(place, content)}; allowed: a string or a list of parts", place)
     parts: list[dict[str, Any]] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        parts.append(
-            {"type": "text", "text": str(part.get("text") or part.get("refusal") or "")}
-            if kind in TEXTS
-            else {"type": kind or "none", "image_url": part.get("image_url") if kind == "input_image" else None}
-        )
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "input_image":
+            parts.append({"type": kind, "image_url": part.get("image_url")})
+        elif kind in TEXTS:
+            parts.append({"type": "text", "text": str(part.get("text") or part.get("refusal") or "")})
+        else:
+            name = f"{place}.{number}"
+            what = f"{name} of type {kind!r:.40}" if isinstance(part, dict) else sent(name, part)
+            raise refused(f"{what}; allowed: parts of type input_text, input_image", name)
     return parts
 
 
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in parts if isinstance(part, dict))
+def _text(place: str, content: Any) -> str:
+    parts = _parts(place, content)
+    return parts if isinstance(parts, str) else "\n".join(part.get("text", "") for part in parts)
 
 
 def _tools(tools: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, str]]]:

@@ -42,6 +42,7 @@ AGREED = len(BY_AGREEMENT)
 RUNNER_UP = 0.11  # the share of 1,712 runners-up that came true in 80 answers of a 135M and a 0.5B chat model
 OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 SHORTEST = 1  # tokens a match must have
+SHORTEST_QUOTED = 2  # the same in texts that a row may quote: a single token is no sign that it does
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
 UNLIKELY_WITHOUT_COSTS = 0.2  # the same for drafts that a draft model may replace, where costs do not cut them
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
@@ -127,13 +128,17 @@ class EndedOutput:
 
 
 class RowText:
-    """A row's text as far as it was read: its own automaton, and the matches of its end in the store's automata."""
+    """A row's text as far as it was read: its own automaton, and the matches of its end in others.
+
+    The others are those of the store, and one of the texts that the row may quote.
+    """
 
     def __init__(self, row: Row, ended: deque[EndedOutput]) -> None:
         output = EndedOutput(row.tokens, row.prompt_length, row.group)
         self.leave = finalize(row, ended.append, output)  # called when the row has finished, or is dropped
         self.leave.atexit = False
         self.own = SuffixAutomaton()
+        self._quotable, self._quoted = row.quotable, SuffixAutomaton()
         self._prompt_length = row.prompt_length
         self._read = 0
         self._matches: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size that the automaton had
@@ -147,8 +152,12 @@ class RowText:
         # in the prompt the first continuation leads, as texts are copied from their beginning on
         self.own.learn(new[:prompt], newest=False)
         self.own.learn(new[prompt:])  # in the output the latest, which may well come again
+        for text in self._quotable:
+            self._quoted.begin()
+            self._quoted.learn(text, newest=False)
+        self._quotable = ()
         before, self._matches = self._matches, {}
-        for automaton in stored:
+        for automaton in [self._quoted, *stored] if self._quoted.num_tokens else stored:
             size, match = before.get(automaton, (-1, NOTHING))
             extend = size == automaton.num_tokens and len(new) < LIMIT
             match = automaton.find(new, match) if extend else automaton.find(tokens[-LIMIT:])
@@ -160,6 +169,8 @@ class RowText:
         best = BestMatch(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
         for automaton, (_, end) in self._matches.items():
             match = automaton.followed(end)
+            if automaton is self._quoted and match.length < SHORTEST_QUOTED:
+                continue
             if match.length > best.match.length:
                 best = BestMatch(automaton, match, automaton.count(match) + 1)
         return best
@@ -169,10 +180,10 @@ class RowText:
 class SuffixDrafter:
     """Continues the longest suffix of a row's text, up to 32 tokens, that was followed by something before.
 
-    It is looked up in the row's prompt and output, and in past outputs of the same drafter; suffixes of fewer than
-    `shortest` tokens do not count. A draft follows the most frequent continuation (of equally frequent ones
-    the latest in the output, then the first in the prompt) and ends where its estimated probability falls below
-    `threshold`. Drafts are one-hot.
+    It is looked up in the row's prompt and output, in the texts that it may quote, and in past outputs of the same
+    drafter; suffixes of fewer than `shortest` tokens do not count. A draft follows the most frequent continuation (of
+    equally frequent ones the latest in the output, then the first in the prompt) and ends where its estimated
+    probability falls below `threshold`. Drafts are one-hot.
 
     An output is stored by the first call after its row has finished or was dropped. Drafts depend on stored outputs;
     the distribution of the text never does. Memory: about 150 bytes per token of unfinished rows and of saved outputs
