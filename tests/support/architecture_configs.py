@@ -238,7 +238,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "inkling_text": INKLING,
     **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), INKLING | {"unpadded_vocab_size": 97}),
-    "dory": {"n_input_layers": 2, "n_output_layers": 2},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), QWEN4),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), GEMMA3N),
     **dict.fromkeys(("gemma4", "gemma4_text"), GEMMA4 | GEMMA4_LAYERS),
