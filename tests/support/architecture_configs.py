@@ -82,8 +82,8 @@ LATENT = {
 ONLY_WIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "sarvam_mla"), LATENT),
     "longcat_flash": LATENT | {"qk_head_dim": 64},
-    **dict.fromkeys(("dots3_note", "dots3_note_text"), {"swa_head_dim": 16}),
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), {"indexer_head_dim": 64}),
+    **{key: {"swa_head_dim": 16} for key in ("dots3_note", "dots3_note_text")},
+    **{key: {"indexer_head_dim": 64} for key in ("qwen4_exp", "qwen4_exp_text")},
     "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2},
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), QWEN),
     "qwen3_next": dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
