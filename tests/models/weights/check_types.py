@@ -8,7 +8,8 @@ With --llama-cpp, the last columns are the perplexities of 200 random tokens: tr
 ours and llama.cpp's. Logits are divided by their spread, since random weights make larger ones than trained weights.
 llama.cpp also reads a copy of the file with the same weights in F32, whose activations it does not round. There its
 perplexity is compared with transformers' after the same changes: it ignores the windows of phi3, and of exaone4 without
-64 layers, rounds the limits of gpt-oss's YaRN, and ignores the attention factor in olmo3's.
+64 layers, rounds the limits of gpt-oss's YaRN, ignores the attention factor in olmo3's, and normalizes the latents of
+deepseek2 with the model's epsilon.
 
 At the end stands a table of architectures by types. Each cell has both differences in percent of the logits' spread
 and, with --llama-cpp, by how many percent our perplexity is larger than llama.cpp's.
@@ -183,10 +184,13 @@ def as_llama_cpp(name: str, model: Any) -> Any:
         config.rope_parameters["truncate"] = True
     elif name == "olmo2-olmo3":
         config.rope_parameters["full_attention"]["attention_factor"] = None
-    else:
+    elif not name.startswith("deepseek2"):
         return model
     other = type(model)(config).eval()
     other.load_state_dict(model.state_dict())
+    for module_name, module in other.named_modules():
+        if module_name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = config.rms_norm_eps
     return other
 
 
