@@ -1,11 +1,12 @@
-"""Counts forwards of a mixture of experts that give a token other bits than it has alone, and writes random mixtures.
+"""Counts forwards of a mixture or hybrid that give a token other bits than it has alone, and writes random mixtures.
 
     python benchmarks/mixture_forwards.py tiny.gguf --random tiny --forwards 3000
     python benchmarks/mixture_forwards.py moe.gguf --random 30b-a3b --layers 4 --forwards 0     # a file to time
 
 Each forward has a random width up to 64, up to 8 rows and up to 4 threads, by each set of instructions in turn. The
 reference is the same text read token by token by the first set. As the negative control, experts are added in a random
-order, as if each were added when it is done, and the same forward is computed twice.
+order, as if each were added when it is done, and the same forward is computed twice; in models with recurrent layers,
+their kept states and inputs become one part in 128 larger before a forward.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from slipstream.models.cpu.kernel_libraries import address
 from slipstream.models.cpu.processor import ISA, NEEDED, processor
 from slipstream.models.cpu.structs import ExpertSetStruct, ExpertsStruct
 from slipstream.models.decoder.fused_layer import is_fused
+from slipstream.models.decoder.recurrent_mixers import recurrent_layers
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.model_files import quiet
 
 WIDTHS, ROWS, THREADS, TEXT = 64, 8, 4, 160
+GROWTH = 129 / 128  # of what recurrent layers keep, in their negative control
 SCALE = 1e-4  # of a block: weights then have a standard deviation of about 0.02
 
 
@@ -169,20 +172,24 @@ class Forwards:
         tokens = self._text[:, None, None]
         return torch.cat([self._backend.forward(t, [i], first_slot=0, logits=True)[0] for i, t in enumerate(tokens)])
 
-    def random(self) -> tuple[Tensor, Tensor]:
-        """Logits [B, W, V] of a random forward, and the positions [B, W] of its tokens."""
+    def random(self, grown: bool = False) -> tuple[Tensor, Tensor]:
+        """Logits [B, W, V] of a random forward, and the positions [B, W] of its tokens. grown: what layers keep."""
         width, rows = random.randint(1, WIDTHS), random.randint(1, ROWS)
         torch.set_num_threads(random.randint(1, THREADS))
         starts = [random.randint(1, len(self._text) - width) for _ in range(rows)]
         positions = torch.tensor(starts)[:, None] + torch.arange(width)
-        return self.at(positions), positions
+        return self.at(positions, grown), positions
 
-    def at(self, positions: Tensor) -> Tensor:
+    def at(self, positions: Tensor, grown: bool = False) -> Tensor:
         """Logits [B, W, V] of the tokens at these positions."""
         starts = positions[:, 0].tolist()
         if self._backend.cache.states is not None:  # recurrent layers go on from where a slot's text ends
             for slot, start in enumerate(starts):
                 self._backend.forward(self._text[None, :start], [0], first_slot=slot, logits=False)
+            for index in recurrent_layers(self._backend.model) if grown else ():
+                memory = self._backend.cache.states.memory(index)
+                memory.states *= GROWTH
+                memory.inputs *= GROWTH
         logits: Tensor = self._backend.forward(self._text[positions], starts, first_slot=0, logits=True)
         return logits
 
@@ -211,7 +218,7 @@ def main(
         os.environ[ISA] = name
         loaded: Any = load(str(file), LoadOptions())
         if loaded.backend.stack is None:
-            raise UsageError(f"{str(file)!r} does not run in one call; allowed: a mixture that does")
+            raise UsageError(f"{str(file)!r} does not run in one call; allowed: a model that does")
         generator = torch.Generator().manual_seed(1)
         text = torch.randint(0, loaded.backend.vocab_size - 1, (TEXT,), generator=generator)
         tried = Forwards(loaded.backend, text)
@@ -220,18 +227,29 @@ def main(
         computed = (tried.random() for _ in range(forwards))
         differing[name] = sum(not torch.equal(logits, reference[positions]) for logits, positions in computed)
         console.print(f"{name}: {differing[name]} of {forwards} forwards differ")
+    controls = {}
+    if loaded.backend.cache.states is not None:
+        computed = (tried.random(grown=True) for _ in range(control))
+        grown = sum(not torch.equal(logits, reference[positions]) for logits, positions in computed)
+        console.print(f"control, larger states and inputs: {grown} of {control} forwards differ")
+        controls["control_of_states"] = [grown, control]
+    if blocks := experts_of(loaded.model):
+        again = in_random_order(loaded, blocks, tried, control)
+        console.print(f"control, experts in a random order: {again} of {control} forwards differ from themselves")
+        controls["control"] = [again, control]
+    torch.set_num_threads(threads)
+    save(json_file, {"file": str(file), "forwards": forwards, "differ": differing, **controls})
+
+
+def in_random_order(loaded: Any, blocks: list[BlockExperts], tried: Forwards, count: int) -> int:
+    """The number of forwards, of `count`, that differ when experts are added in another order."""
     loaded.backend.stack = None
-    for block in experts_of(loaded.model):
+    for block in blocks:
         block.sum_of = RandomOrder(block)  # type: ignore[method-assign]
     for layer in filter(is_fused, loaded.model.modules()):
         layer.forward = layer.forward.with_ops(layer.forward.plain)
-    again = 0
-    for _ in range(control):
-        logits, positions = tried.random()
-        again += not torch.equal(logits, tried.at(positions))
-    torch.set_num_threads(threads)
-    console.print(f"control, experts in a random order: {again} of {control} forwards differ from themselves")
-    save(json_file, {"file": str(file), "forwards": forwards, "differ": differing, "control": [again, control]})
+    forwards = (tried.random() for _ in range(count))
+    return sum(not torch.equal(logits, tried.at(positions)) for logits, positions in forwards)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The script that counts forwards of a mixture with other bits finds none, and finds those of its negative control."""
+"""The script that counts forwards with other bits finds none, and finds those of its negative controls."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mixture_forwards
@@ -10,6 +11,8 @@ import pytest
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.processor import ISA, NEEDED, processor
+from tests.models.weights.check_types import wide
+from tests.support.gguf_architectures import write_case
 from tests.support.markers import needs_kernels
 
 pytest.importorskip("gguf")
@@ -23,6 +26,12 @@ def test_no_forward_differs_but_those_of_the_control(tmp_path: Path, monkeypatch
     mixture_forwards.main(tmp_path / "tiny.gguf", "tiny", 2, 20, best, 5, out)
     result = json.loads(out.read_text())
     assert result["differ"] == {best: 0} and result["control"][0] > 0
+    case = wide("lfm2")
+    case = replace(case, settings=case.settings | {"max_position_embeddings": 512})
+    write_case(tmp_path / "lfm2.gguf", "lfm2", case, "Q4_0")
+    mixture_forwards.main(tmp_path / "lfm2.gguf", None, 2, 20, best, 5, out)
+    result = json.loads(out.read_text())
+    assert result["differ"] == {best: 0} and result["control_of_states"] == [5, 5]
 
 
 def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def table(outcomes: dict[str, Outcome]) -> list[str]:
 
 def check_all(names: list[str]) -> Iterator[tuple[str, Outcome]]:
     """Each architecture in a process of its own, a few at a time, in order."""
-    SERVER.set_forkserver_preload(["transformers.generation.utils", "slipstream.decoder"])
+    SERVER.set_forkserver_preload(["transformers.generation.utils", "tests.support.architecture_checks"])
     with ThreadPoolExecutor(TOGETHER) as pool:
         yield from zip(names, pool.map(check_apart, names), strict=True)
 

@@ -198,9 +198,8 @@ class Checks:
         if len(text) != length:
             return False
         position = next(i for i, (ours, theirs) in enumerate(zip(text, expected, strict=True)) if ours != theirs)
-        ids = torch.tensor([prompt + expected[:position]])
-        with torch.inference_mode():
-            logits, exact = (model(ids).logits[0, -1] for model in (self.model, deepcopy(self.model).float()))
+        models = deepcopy(self.model), deepcopy(self.model).float()
+        logits, exact = (generated(model, prompt + expected[:position], 1).logits[0][0] for model in models)
         margin = float((logits[expected[position]] - logits[text[position]]) / logits.abs().max())
         rounding = float((logits - exact).abs().max() / logits.abs().max())  # large where a router chose other experts
         if abs(margin) <= max(TIES[self.model.dtype], rounding):
@@ -209,24 +208,31 @@ class Checks:
         self.margin = max(self.margin, margin, key=abs)
         return False
 
-    @torch.inference_mode()
     def _generate(self, prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
         model = deepcopy(self.model)  # some models leave a state in their modules
-        if model.generation_config is not None:
-            model.generation_config.forced_eos_token_id = None  # it would replace the last token
-        text = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=COUNT,
-            min_new_tokens=COUNT,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )[0, len(prompt) :].tolist()
+        text: list[int] = generated(model, prompt, COUNT).sequences[0, len(prompt) :].tolist()
         if len(text) != COUNT:
             raise Unbuilt(f"{len(text)} tokens instead of {COUNT}")
         return text
+
+
+@torch.inference_mode()
+def generated(model: Any, prompt: list[int], length: int) -> Any:
+    """The greedy text that `generate` returns, with its logits: it may prepare other inputs than a bare forward."""
+    ids = torch.tensor([prompt])
+    if model.generation_config is not None:
+        model.generation_config.forced_eos_token_id = None  # it would replace the last token
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=length,
+        min_new_tokens=length,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
 
 
 def greedy(length: int) -> SamplingParams:

@@ -80,12 +80,18 @@ LATENT = {
 }
 # what some types need further in the wide size: half of a head rotated, latents and other parts for the kernels
 ONLY_WIDE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "sarvam_mla"), LATENT),
+    "longcat_flash": LATENT | {"qk_head_dim": 64},
+    **{key: {"swa_head_dim": 16} for key in ("dots3_note", "dots3_note_text")},
+    **{key: {"indexer_head_dim": 64} for key in ("qwen4_exp", "qwen4_exp_text")},
+    "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2},
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), QWEN),
     "qwen3_next": dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     **{key: {"hidden_size_per_layer_input": 32} for key in ("gemma4", "gemma4_text")},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 32},
+    "mamba2": {"num_heads": 4},
 }
 
 
@@ -177,7 +183,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"final_logit_softcapping": 5.0},
     "phi3": PHI3,
     "phimoe": PHIMOE,
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "axk1"), MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "axk1", "sarvam_mla"), MLA),
     **dict.fromkeys(("deepseek_v32", "axk2"), INDEXED),
     "glm_moe_dsa": INDEXED | {"indexer_types": ["full", "shared", "full"]},
     "hy_v4": {"indexer_types": ["full", "shared", "full"]} | INDEXED,
@@ -230,7 +236,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
-    **dict.fromkeys(("inkling_text", "inkling2_text"), INKLING),
+    "inkling_text": INKLING,
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), INKLING | {"unpadded_vocab_size": 97}),
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), QWEN4),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), GEMMA3N),
     **dict.fromkeys(("gemma4", "gemma4_text"), GEMMA4 | GEMMA4_LAYERS),

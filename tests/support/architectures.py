@@ -22,7 +22,7 @@ from tests.support.architecture_configs import (
     widened,
 )
 
-MOST_PARAMETERS = 3_000_000
+MOST_PARAMETERS = 6_000_000
 SCALE = 3.0  # of the initial weights: at scale 1 greedy texts repeat one token
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "moe_layers", "indexer_types")
 

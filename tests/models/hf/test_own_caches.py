@@ -184,6 +184,7 @@ def test_a_model_that_ignores_given_masks_runs_on_its_own_caches() -> None:
         ("xlnet", "returns the logits of 1"),
         ("xlm", "returns the logits of 12"),
         ("prophetnet", "differ with and without its cache"),
+        ("cpmant", "attends to later tokens"),
     ],
 )
 def test_models_that_cannot_continue_a_text_are_refused_by_name(model_type: str, reason: str) -> None:

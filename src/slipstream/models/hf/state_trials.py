@@ -44,13 +44,16 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
         backend.reserve(1, TOKENS)
         close = _close(model)
         ids = a_few_tokens(backend.vocab_size, backend.device, TOKENS)
-        at_once = backend.forward(ids, [0], first_slot=0, logits=True)[:, FIRST:]
+        whole = backend.forward(ids, [0], first_slot=0, logits=True)
+        at_once = whole[:, FIRST:]
         check_logits(at_once)
         backend.module_state.note_changed()
         is_causal(backend, model)
         if not _takes_several(backend, ids) and not _agree(at_once, _steps(backend, ids), close):
             reason = "its logits differ with and without its cache"
             raise UsageError(f"model {name} is not supported: {reason}")
+        if not _agree(whole[:, :1], backend.forward(ids[:, :1], [0], first_slot=0, logits=True), close):
+            raise UsageError(f"model {name} is not supported: it attends to later tokens; allowed: a causal model")
         steps, several = _after_noise(backend, ids, _steps), _after_noise(backend, ids, _several)
         agree = _agree(steps, several, _close(model, CLOSE_STEPS))
         backend.takes_several_tokens = backend.takes_several_tokens and agree
