@@ -41,7 +41,7 @@ def hostile(folder: Path, number: int) -> str | None:
         case 3:
             time.sleep(60)
         case 4:
-            bytearray(check_mutations.MEMORY + (1 << 20))
+            bytearray(2 * check_mutations.MEMORY)
         case 5:
             return "refused"
     return None
