@@ -43,7 +43,7 @@ from slipstream.tokenization.tokenizer import AnswerTokenizer, ChatForm, Tokeniz
 
 log = logging.getLogger("slipstream.server")
 MAX_NAME_LENGTH = 256
-MAX_QUOTABLE = 1 << 15  # characters of results that are prepared as drafts; learning them takes 50 ms
+MAX_QUOTABLE = 1 << 15  # characters of results that are prepared as drafts; learning them takes 30 ms
 LINE_NUMBER = re.compile(r"^ *\d+(?:\t|→|: | ?\| ?)", re.M)  # as agents' tools put it before the lines of a file
 MAX_NAMED = 100  # fields without effect that the log names
 NUMBER = re.compile(r"\.\d+(?=\.)")  # the index of a list's item in the address of a field

@@ -117,7 +117,7 @@ ALWAYS void place_plane(const int bits, const int from, const uint8_t *codes, in
     for (int v = 0; v < bits; v++) memcpy(plane + v * 64 + lane * 4, vectors + v, 4);
 }
 
-ALWAYS void place_codes(const int bits, const uint8_t *codes, int lane, uint8_t *to) {
+ALWAYS void place_codes(int bits, const uint8_t *codes, int lane, uint8_t *to) {
     switch (bits) {
         case 2: case 3: place_plane(2, 0, codes, lane, to); break;
         case 8: place_plane(8, 0, codes, lane, to); break;
