@@ -342,13 +342,13 @@ class Planner:
 
     def _learn_search(self, rows: Sequence[Row]) -> None:
         """Learn what the newest round's search for retrieval drafts took, and what its drafts saved."""
-        rounds = [row.rounds[-1].without_forced for row in rows]
+        rounds = [row.rounds[-1] for row in rows]
         # with steps of a draft model, the seconds are theirs as well
         if not any(round.origin.source == RETRIEVAL for round in rounds) or rounds[0].num_draft_steps:
             return
         count = rounds[0].num_rows
         token_seconds = self.costs.verify(count, 0) / count  # without drafts
-        saved = sum(round.num_accepted_tokens for round in rounds) * token_seconds / count
+        saved = sum(round.without_forced.num_accepted_tokens for round in rounds) * token_seconds / count
         before = token_seconds if self._saved_seconds is None else self._saved_seconds
         weight = 1 - (1 - 1 / SEARCHES) ** count
         self._saved_seconds = before + weight * (saved - before)
