@@ -46,7 +46,8 @@ from slipstream.models.weights.gguf_configuration import (
 )
 from slipstream.models.weights.gguf_conversion import check_memory
 from slipstream.models.weights.gguf_file import GGUFHeader, read_header
-from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, RowsOfFile, check_kind, check_single
+from slipstream.models.weights.gguf_packing import PackedAhead, begun
+from slipstream.models.weights.gguf_tensors import GGUFTensors, RowsOfFile, check_kind, check_single
 from slipstream.models.weights.model_files import is_gguf, not_loaded
 from slipstream.models.weights.quantized_checkpoint import (
     MODELOPT_FILE,
@@ -163,7 +164,8 @@ class GGUFFile:
 
     def in_blocks(self, activations: str) -> QuantizedModel:
         """Raises `NotInBlocksError` where the model must be unpacked."""
-        header = read_header(self.file)
+        early = begun(self.file)
+        header = read_header(self.file) if early is None else early.header
         header.check_model()
         settings_of(header)  # refuses unsupported files before reading anything large
         try:
@@ -172,7 +174,8 @@ class GGUFFile:
             if kinds == {"BF16"}:  # unpacked weights are compressed to 12 bits
                 raise NotInBlocksError("its matrices are bfloat16 numbers, not blocks", rounds=False)
             check_single(header)
-            with PackedAhead(header, block_kernels()) as ahead:
+            with early or PackedAhead(header, block_kernels()) as ahead:
+                ahead.use_threads()
                 folder, tokenizer = described(header), None
                 if self._reads_tokenizer:
                     tokenizer = load_tokenizer(self._source, str(folder), self._options)

@@ -503,7 +503,8 @@ def _warn_of_size(target: Loaded, draft: Loaded) -> None:
 def _bytes_per_weight(loaded: Loaded) -> float:
     model = loaded.model if loaded.view is None else loaded.view.model
     if parts := [part for linear in block_linears(model) for part in linear.parts]:
-        return sum(part.outputs * part.row_bytes for part in parts) / sum(part.outputs * part.inputs for part in parts)
+        num_bytes = sum(part.outputs * part.block.row_bytes(part.inputs) for part in parts)
+        return num_bytes / sum(part.outputs * part.inputs for part in parts)
     dtype: torch.dtype = model.dtype
     return dtype.itemsize / (1 if rounded_activations(model) is None else QUANTIZED)
 

@@ -23,7 +23,8 @@ from slipstream.models.weights.gguf_architectures import settings_of
 from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
-from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead
+from slipstream.models.weights.gguf_packing import PackedAhead
+from slipstream.models.weights.gguf_tensors import GGUFTensors
 from tests.support.gguf_architectures import CASES, architecture, is_shifted, write_case
 from tests.support.markers import mostly_slow, needs_avx2
 from tests.support.quantized_files import kl
