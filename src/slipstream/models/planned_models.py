@@ -27,9 +27,11 @@ def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: Q
     wrapped = quantized.tokenizer if tokenizer is None else HFTokenizer(tokenizer)
     restriction = Restriction(model, options.vocabulary, None)
     backend = HFBackend(model, model.new_cache())
-    backend.ragged = backend.cache.states is None
     passed = passed_trials(source, quantized.folder, model, options, "in blocks")
     use_compiled_ops(backend, model.plan, model.fused_layers(), OwnLogits(backend, passed))
+    # modules that mix tokens need the same number of them in each row
+    attends = backend.stack is not None or all(layer.mixer is None for layer in model.plan.layers)
+    backend.ragged = attends and backend.cache.states is None
     if backend.stack is None:
         check_logits(a_few_logits(backend))  # of PyTorch's operators, which no trial has checked
     fingerprint = _fingerprint(backend, model)

@@ -205,6 +205,8 @@ def repeats_of(config: Any) -> int | None:
         return None
     if not isinstance(heads, int) or not isinstance(key_heads, int) or heads % key_heads:
         return None
+    if getattr(config, "num_global_key_value_heads", None) not in (None, key_heads):  # of layers without a window
+        return None
     return heads // key_heads
 
 

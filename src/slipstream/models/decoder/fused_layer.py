@@ -69,7 +69,7 @@ class Norm:
 
     def __init__(self, module: nn.Module, plan: NormPlan) -> None:
         weight: Any = getattr(module, "weight", None)
-        eps, bias = getattr(module, "variance_epsilon", getattr(module, "eps", None)), getattr(module, "bias", None)
+        eps, bias = _epsilon(module), getattr(module, "bias", None)
         if weight is None or eps != plan.eps:
             raise UnknownLayerError(f"{type(module).__name__} has no weight, or another epsilon than {plan.eps}")
         weight, self.bias, self._plan = weight.detach(), None if bias is None else bias.detach(), plan
@@ -104,6 +104,10 @@ class Norm:
         both = both.to(x.dtype if x.device.type == "cpu" or self._within is None else self._within.dtype)
         out = layer_norm(both, (2 * self._size,), self._within, None, self.eps).narrow(-1, 0, self._size).to(x.dtype)
         return out if self._after is None else out * self._after
+
+
+def _epsilon(norm: nn.Module) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 class RotaryEmbedding:
@@ -224,7 +228,7 @@ class LayerOps:
         self.values_norm: Norm | None = None
         if plan.values_norm is not None:
             ones = torch.ones(plan.size, dtype=self.head_norms[0].factors.dtype)
-            eps = getattr(layer.get_submodule(plan.values_norm), "eps", None)
+            eps = _epsilon(layer.get_submodule(plan.values_norm))
             self.values_norm = Norm(cast(nn.Module, SimpleNamespace(weight=ones, eps=eps)), plan.norm)
         part = plan.input
         self.input_gate: Any = None if part is None else _product(layer, (part.gate,), part.size)
@@ -460,7 +464,7 @@ def _norm_of(layer: nn.Module, path: str | None, plan: LayerPlan) -> Norm | None
     if path is None:
         return None
     module = layer.get_submodule(path)
-    return Norm(module, replace(plan.norm, eps=getattr(module, "variance_epsilon", plan.norm.eps)))
+    return Norm(module, replace(plan.norm, eps=_epsilon(module) or plan.norm.eps))
 
 
 def _by_kernels(layer: nn.Module, path: str, plan: ExpertsPlan | LatentPlan) -> Any:

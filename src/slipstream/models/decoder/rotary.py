@@ -12,21 +12,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 
 class RotaryAngles(nn.Module):
     """Cosines and sines of each type of layer."""
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, Any]], size: int) -> None:
-        """parameters: by type of layer, as in a configuration's `rope_parameters`; size: of a head."""
+    def __init__(
+        self, parameters: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, int], *, is_complex: bool = False
+    ) -> None:
+        """By type of layer. parameters: as in a configuration's `rope_parameters`; sizes: of a head.
+
+        is_complex: the model turns complex numbers, whose cosines and sines PyTorch rounds differently.
+        """
         super().__init__()
         self.rope_type = {kind: str(settings["rope_type"]) for kind, settings in parameters.items()}
-        self._scaled = {kind: frequencies(settings, size) for kind, settings in parameters.items()}
+        self._is_complex = is_complex
+        self._scaled = {kind: frequencies(settings, sizes[kind]) for kind, settings in parameters.items()}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, W, rotated] at positions [B, W], in the type of x; both halves have the same angles."""
         frequencies, factor = self._scaled[layer_type]
         half = position_ids[..., None].float() * frequencies
+        if self._is_complex:
+            turns = torch.polar(torch.ones_like(half), half) * factor
+            cosines, sines = (torch.cat((part, part), -1).to(x.dtype) for part in (turns.real, turns.imag))
+            return cosines, sines
         angles = torch.cat((half, half), -1)
         return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
@@ -38,6 +49,9 @@ def frequencies(settings: Mapping[str, Any], size: int) -> tuple[Tensor, float]:
     kind = settings["rope_type"]
     if kind == "yarn":
         return _yarn(settings, periods, rotated)
+    if kind == "proportional":  # a head is rotated as a whole, its last pairs by nothing
+        periods = settings["rope_theta"] ** (torch.arange(0, rotated // 2 * 2, 2, dtype=torch.float) / size)
+        return pad(1.0 / periods, (0, size // 2 - len(periods))) / settings.get("factor", 1.0), 1.0
     unscaled = 1.0 / periods
     if kind == "llama3":
         return _llama3(settings, unscaled), 1.0

@@ -382,7 +382,7 @@ def _deepseek2(metadata: Metadata, settings: Settings) -> None:
     layers = range(settings["num_hidden_layers"])
     settings |= {
         "num_key_value_heads": heads,
-        "qk_rope_head_dim": rotated,
+        **dict.fromkeys(("qk_rope_head_dim", "head_dim"), rotated),
         "qk_nope_head_dim": metadata.value(key, int) - rotated,
         "v_head_dim": metadata.value(value, int),
         "q_lora_rank": metadata.value("attention.q_lora_rank", int, 0) or None,
@@ -884,7 +884,7 @@ ARCHITECTURES = {
             "post_feedforward_layernorm_1": "post_ffw_norm_1",
             "post_feedforward_layernorm_2": "post_ffw_norm_2",
         },
-        {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+        {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": None},
         expects=ANY_EXPERTS,
         scalings=("proportional",),
         finish=_gemma4,
