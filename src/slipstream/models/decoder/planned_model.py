@@ -91,6 +91,14 @@ class Configuration(SimpleNamespace):
         of_others = {"head_dim": self.global_head_dim, "num_key_value_heads": key_heads}
         return [SimpleNamespace(**(of_others if kind == FULL else of_windows)) for kind in self.layer_types]
 
+    @property
+    def kv_sharing_modes(self) -> list[str | None]:
+        """Of each layer: "reuse" if it has no keys, "store" if it is the last of its type that has keys."""
+        first = self.num_hidden_layers - self.num_kv_shared_layers
+        last = {kind: index for index, kind in enumerate(self.layer_types[:first])}
+        stored = [*last.values()]
+        return ["reuse" if i >= first else "store" if i in stored else None for i in range(self.num_hidden_layers)]
+
     def get_text_config(self, decoder: bool | None = None) -> Configuration:
         """The configuration itself: it describes only a language model."""
         return self
