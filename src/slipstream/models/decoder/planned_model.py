@@ -26,7 +26,7 @@ from slipstream.models.decoder.fused_layer import FusedLayer, fused_layers
 from slipstream.models.decoder.plan import LayerPlan, NormPlan, UnknownLayerError
 from slipstream.models.decoder.planned_attention import Keys, PlannedAttention
 from slipstream.models.decoder.recurrent_mixers import recurrent_states
-from slipstream.models.decoder.rotary import RotaryAngles
+from slipstream.models.decoder.rotary import LONGROPE, RotaryAngles
 
 FULL = "full_attention"
 LATENT_NORM = NormPlan(1e-6)  # transformers' classes take no other epsilon
@@ -112,7 +112,8 @@ class Configuration(SimpleNamespace):
 
 def planned_model(settings: Mapping[str, Any]) -> PlannedModel | None:
     """The empty model of a configuration with these fields; None if no plan describes the whole model."""
-    if settings["model_type"] not in PLANNED or {rope["rope_type"] for rope in _ropes(settings).values()} - STATIC:
+    rope_types = {rope["rope_type"] for rope in _ropes(settings).values()}
+    if settings["model_type"] not in PLANNED or not rope_types <= STATIC | {LONGROPE}:
         return None
     try:
         model = PlannedModel(settings)
@@ -125,6 +126,8 @@ def planned_model(settings: Mapping[str, Any]) -> PlannedModel | None:
 
 class PlannedModel(nn.Module):
     """A decoder of one of the types `PLANNED`, on the device "meta" until its tensors are filled in."""
+
+    drops_cache = True  # if its rotations depend on the length of the text, as only those of Phi 3 do
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """settings: the fields of its configuration."""
@@ -230,7 +233,7 @@ class PlannedModel(nn.Module):
         hidden = self.plan.enter(self.model.embed_tokens(input_ids))
         kinds = _kinds(vars(self.config))
         rotary = self.model.get_submodule(self.plan.rotary)
-        ropes = {kind: rotary(hidden, position_ids, kind) for kind in set(kinds)}
+        ropes = {kind: rotary(hidden, position_ids, layer_type=kind) for kind in set(kinds)}
         further: list[tuple[Tensor, ...]] = [()] * len(kinds)
         if (second := self.plan.second_embedding) is not None:
             norm = self.model.get_submodule(second.norm)
@@ -421,6 +424,9 @@ def _kinds(settings: Mapping[str, Any]) -> list[str]:
 def _ropes(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The rotary settings of each type of layer."""
     parameters = settings["rope_parameters"]
+    if parameters.get("rope_type") == LONGROPE:
+        factor = settings["max_position_embeddings"] / parameters["original_max_position_embeddings"]
+        parameters = {"factor": factor, **parameters}
     return {
         kind: parameters if "rope_type" in parameters else parameters[kind] for kind in sorted(set(_kinds(settings)))
     }

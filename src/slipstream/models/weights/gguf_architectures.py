@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from slipstream.models.weights.gguf_file import GGUFHeader
-from slipstream.models.weights.gguf_metadata import FACTORS, REQUIRED, Metadata, rope_parameters, rotary_base
+from slipstream.models.weights.gguf_metadata import (
+    FACTORS,
+    LONG_FACTORS,
+    REQUIRED,
+    Metadata,
+    rope_parameters,
+    rotary_base,
+)
 
 Settings = dict[str, Any]  # the fields of a configuration
 Order = Callable[[Settings, int], Any]  # (fields, number of rows) -> for each row of the parameter, its row in the file
@@ -121,6 +128,8 @@ def _rotate(metadata: Metadata, settings: Settings, partly: bool) -> None:
     rotated = metadata.value("rope.dimension_count", int, size)
     if not 0 < rotated <= size or rotated % 2:
         raise metadata.wrong("rope.dimension_count", rotated, f"even numbers to {size}")
+    if rotated != 2 * len(settings["rope_parameters"].get("long_factor", range(rotated // 2))):
+        raise metadata.wrong("rope.dimension_count", rotated, f"two for each number of {LONG_FACTORS!r}")
     settings["rope_parameters"]["partial_rotary_factor"] = rotated / size
 
 
