@@ -288,59 +288,34 @@ class GatedNorm(nn.Module):
 
 
 def _layer(plan: LayerPlan, settings: Mapping[str, Any]) -> nn.Module:
-    """An empty layer with the modules of its plan; norms come in transformers' order, on which `digest` depends."""
-    hidden, norm = settings["hidden_size"], plan.norm
-    kind, use_bias = settings["model_type"], settings.get("use_bias", False)
-    enters = settings.get("attention_bias", settings.get("qkv_bias", use_bias)) or kind == "qwen2"
-    leaves = enters and not kind.startswith(("qwen2", "glm4"))
+    """An empty layer with the modules of its plan, in transformers' order, on which `digest` depends."""
+    hidden, kind, use_bias = settings["hidden_size"], settings["model_type"], settings.get("use_bias", False)
     in_mlp = settings.get("mlp_bias", use_bias)
     # where a router has its own input, the layer itself is the block that holds router and experts
     layer = nn.Module() if plan.experts is None or plan.before_router is None else EmptyExperts(plan.experts)
-    heads, keys = plan.heads * plan.size, plan.key_heads * plan.size
-    qkv = [heads * (2 if plan.gates_queries else 1), keys, keys]
-    if plan.recurrent is not None:
-        mixer, qkv, heads = _recurrent(plan, settings)
-        enters = leaves = False
-    elif plan.mixer is not None:
-        _put(layer, plan.mixer, PlannedAttention(plan))
-    elif len(plan.qkv) == 1:
-        qkv = [sum(qkv)]
-    of_latents = list[tuple[str, nn.Module]]()
-    if (latent := plan.latent) is not None:
-        heads, rank = plan.heads * latent.values, settings["q_lora_rank"]
-        qkv[0] = queries = plan.heads * (latent.plain + plan.rotated)
-        if latent.queries_up is not None and latent.queries_norm is not None:
-            qkv[0] = rank
-            _put(layer, latent.queries_norm, PlannedNorm(rank, LATENT_NORM))
-            of_latents += [(latent.queries_up, _empty_linear(rank, queries, has_bias=False))]
-        _put(layer, latent.norm, PlannedNorm(latent.rank, LATENT_NORM))
-        of_latents += [(latent.heads, _empty_linear(latent.rank, latent.shape[0], has_bias=False))]
-    sizes = (heads, keys) if plan.norms_all_heads else (plan.size, plan.size)
-    for path, size in zip(plan.head_norms or (), sizes, strict=False):
-        _put(layer, path, PlannedNorm(size, norm))
-    if plan.values_norm is not None:
-        _put(layer, plan.values_norm, PlannedNorm(plan.size, norm, has_weight=False))
-    mixing = list[tuple[str, nn.Module]]()
-    if plan.recurrent is not None:
-        mixing += [(plan.recurrent, mixer)]
-    mixing += [(path, _empty_linear(hidden, n, has_bias=enters)) for path, n in zip(plan.qkv, qkv, strict=False)]
-    mixing += [*of_latents, (plan.out, _empty_linear(heads, hidden, has_bias=leaves))]
-    ups = [plan.inner * (2 if plan.is_gated and len(plan.gate_up) == 1 else 1)] * len(plan.gate_up)
-    mlp = [(path, _empty_linear(hidden, n, has_bias=in_mlp)) for path, n in zip(plan.gate_up, ups, strict=True)]
+    mixing = _attention(plan, settings) if plan.recurrent is None else _recurrent(plan, settings)
+    norms = [
+        (path, PlannedNorm(hidden, plan.norm, has_bias=_has_norm_bias(settings))) for path in filter(None, plan.norms)
+    ]
+    inner = [plan.inner * (2 if plan.is_gated and len(plan.gate_up) == 1 else 1)] * len(plan.gate_up)
+    mlp = [(path, _empty_linear(hidden, n, has_bias=in_mlp)) for path, n in zip(plan.gate_up, inner, strict=True)]
     if plan.down is not None:
         mlp += [(plan.down, _empty_linear(plan.inner, hidden, has_bias=in_mlp))]
-    for path in filter(None, plan.norms):
-        _put(layer, path, PlannedNorm(hidden, norm, has_bias=_has_norm_bias(settings)))
-    for path, module in (*mlp, *mixing) if kind == "granitemoehybrid" else (*mixing, *mlp):
-        _put(layer, path, module)
+    parts: list[tuple[str, nn.Module]] = [*mixing, *norms, *mlp]
+    if kind == "granitemoehybrid":
+        parts = [*norms, *mlp, *mixing]
     if (entering := plan.input) is not None:
-        _put(layer, entering.gate, _empty_linear(hidden, entering.size, has_bias=False))
-        _put(layer, entering.projection, _empty_linear(entering.size, hidden, has_bias=False))
-        _put(layer, entering.norm, PlannedNorm(hidden, norm))
-    for path in filter(None, (plan.after_dense, plan.after_experts, plan.before_experts)):
-        _put(layer, path, PlannedNorm(hidden, norm))
+        parts += [
+            (entering.gate, _empty_linear(hidden, entering.size, has_bias=False)),
+            (entering.projection, _empty_linear(entering.size, hidden, has_bias=False)),
+            (entering.norm, PlannedNorm(hidden, plan.norm)),
+        ]
+    around_experts = plan.after_dense, plan.after_experts, plan.before_experts
+    parts += [(path, PlannedNorm(hidden, plan.norm)) for path in around_experts if path is not None]
     if plan.experts is not None and plan.before_router is None:
-        _put(layer, plan.experts.block, EmptyExperts(plan.experts))
+        parts += [(plan.experts.block, EmptyExperts(plan.experts))]
+    for path, module in parts:
+        _put(layer, path, module)
     if plan.scale is not None:
         layer.register_buffer(plan.scale, torch.empty(1, device="meta"))
     if plan.sinks is not None:
@@ -348,35 +323,73 @@ def _layer(plan: LayerPlan, settings: Mapping[str, Any]) -> nn.Module:
     return layer
 
 
-def _recurrent(plan: LayerPlan, settings: Mapping[str, Any]) -> tuple[nn.Module, list[int], int]:
-    """An empty module of `recurrent_mixers.FORMS` without its products, and their sizes: first outputs, last inputs."""
+def _attention(plan: LayerPlan, settings: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
+    """The modules of a layer's attention, by their paths."""
+    hidden, kind = settings["hidden_size"], settings["model_type"]
+    enters = settings.get("attention_bias", settings.get("qkv_bias", settings.get("use_bias", False)))
+    enters = enters or kind == "qwen2"
+    leaves = enters and not kind.startswith(("qwen2", "glm4"))
+    heads, keys = plan.heads * plan.size, plan.key_heads * plan.size
+    sizes = (heads, keys) if plan.norms_all_heads else (plan.size, plan.size)
+    qkv = [heads * (2 if plan.gates_queries else 1), keys, keys]
+    parts: list[tuple[str, nn.Module]] = []
+    if plan.mixer is not None:
+        parts += [(plan.mixer, PlannedAttention(plan))]
+    elif len(plan.qkv) == 1:
+        qkv = [sum(qkv)]
+    parts += [(path, PlannedNorm(size, plan.norm)) for path, size in zip(plan.head_norms or (), sizes, strict=False)]
+    if plan.values_norm is not None:
+        parts += [(plan.values_norm, PlannedNorm(plan.size, plan.norm, has_weight=False))]
+    after = list[tuple[str, nn.Module]]()
+    if (latent := plan.latent) is not None:
+        heads, rank = plan.heads * latent.values, settings["q_lora_rank"]
+        qkv[0] = queries = plan.heads * (latent.plain + plan.rotated)
+        if latent.queries_up is not None and latent.queries_norm is not None:
+            qkv[0] = rank
+            parts += [(latent.queries_norm, PlannedNorm(rank, LATENT_NORM))]
+            after += [(latent.queries_up, _empty_linear(rank, queries, has_bias=False))]
+        parts += [(latent.norm, PlannedNorm(latent.rank, LATENT_NORM))]
+        after += [(latent.heads, _empty_linear(latent.rank, latent.shape[0], has_bias=False))]
+    # without strict: some layers have no values, or neither keys nor values
+    parts += [(path, _empty_linear(hidden, n, has_bias=enters)) for path, n in zip(plan.qkv, qkv, strict=False)]
+    return [*parts, *after, (plan.out, _empty_linear(heads, hidden, has_bias=leaves))]
+
+
+def _recurrent(plan: LayerPlan, settings: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
+    """An empty module of `recurrent_mixers.FORMS` and its products, by their paths."""
     mixer: Any = nn.Module()
     mixer.layer_idx, hidden = plan.index, settings["hidden_size"]
+    entering: list[int]  # outputs of the first products
+    inner = hidden
     if plan.recurrent == "conv":
         mixer.conv_kernel_size, mixer.bias = settings["conv_L_cache"], settings["conv_bias"]
         mixer.conv = _convolution(hidden, mixer.conv_kernel_size, has_bias=mixer.bias)
-        return mixer, [3 * hidden], hidden
-    if plan.recurrent == "linear_attn":
-        mixer.num_v_heads, mixer.num_k_heads, mixer.head_v_dim, mixer.head_k_dim = (
+        entering = [3 * hidden]
+    elif plan.recurrent == "linear_attn":
+        heads, mixer.num_k_heads, mixer.head_v_dim, mixer.head_k_dim = (
             settings[f"linear_{name}"]
             for name in ("num_value_heads", "num_key_heads", "value_head_dim", "key_head_dim")
         )
-        heads, inner = mixer.num_v_heads, mixer.num_v_heads * mixer.head_v_dim
+        mixer.num_v_heads, inner = heads, heads * mixer.head_v_dim
         mixer.value_dim, mixer.key_dim = inner, mixer.num_k_heads * mixer.head_k_dim
         channels = 2 * mixer.key_dim + inner
         mixer.conv1d = _convolution(channels, settings["linear_conv_kernel_dim"], has_bias=False)
         mixer.norm = GatedNorm(mixer.head_v_dim, 1, plan.norm.eps, gates_first=False)
         mixer.dt_bias, mixer.A_log = _empty(heads), _empty(heads)
-        return mixer, [channels, inner, heads, heads], inner
-    heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size = (
-        settings[f"mamba_{name}"] for name in ("n_heads", "d_head", "n_groups", "d_state")
-    )
-    mixer.num_heads, inner = heads, settings["mamba_expand"] * hidden
-    mixer.intermediate_size, channels = inner, inner + 2 * mixer.n_groups * mixer.ssm_state_size
-    mixer.conv1d = _convolution(channels, settings["mamba_d_conv"], has_bias=settings["mamba_conv_bias"])
-    mixer.norm = GatedNorm(inner, mixer.n_groups, plan.norm.eps, gates_first=True)
-    mixer.dt_bias, mixer.A_log, mixer.D = _empty(heads), _empty(heads), _empty(heads)
-    return mixer, [inner + channels + heads], inner
+        entering = [channels, inner, heads, heads]
+    else:
+        heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size = (
+            settings[f"mamba_{name}"] for name in ("n_heads", "d_head", "n_groups", "d_state")
+        )
+        mixer.num_heads, inner = heads, settings["mamba_expand"] * hidden
+        mixer.intermediate_size, channels = inner, inner + 2 * mixer.n_groups * mixer.ssm_state_size
+        mixer.conv1d = _convolution(channels, settings["mamba_d_conv"], has_bias=settings["mamba_conv_bias"])
+        mixer.norm = GatedNorm(inner, mixer.n_groups, plan.norm.eps, gates_first=True)
+        mixer.dt_bias, mixer.A_log, mixer.D = _empty(heads), _empty(heads), _empty(heads)
+        entering = [inner + channels + heads]
+    first = [(path, _empty_linear(hidden, n, has_bias=False)) for path, n in zip(plan.qkv, entering, strict=True)]
+    last = [(plan.out, _empty_linear(inner, hidden, has_bias=False))]
+    return [(str(plan.recurrent), mixer), *(last + first if plan.recurrent == "linear_attn" else first + last)]
 
 
 def _convolution(channels: int, taps: int, *, has_bias: bool) -> nn.Module:
