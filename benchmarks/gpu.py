@@ -11,8 +11,8 @@ positions in every arm, Hugging Face's assisted generation included.
 Such texts hardly depend on the KV cache. Logits of random tokens are therefore compared too, with embeddings so small
 that they do depend on it, and so are a token's bits in forwards of all widths and numbers of rows.
 
-Arms: "eager" is transformers' forward; "graphed" is that forward captured in CUDA graphs; "libraries" is captured with
-Triton kernels, but with PyTorch's products; "fused" has kernels for everything, as with `fast=True`.
+Arms: "eager" is transformers' forward; "graphed" is that forward captured in CUDA graphs; "kernels" is computed by
+Triton kernels and captured, as by default.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ from gpu_arms import (
     Setting,
     agreeing_widths,
     build,
+    by_kernels,
     compare_logits,
     fixed_order,
-    fused,
     hf_arm,
     slipstream_arm,
-    with_library_products,
 )
 from gpu_products import compare_products
 from terminal import Count, JsonFile, run, save
@@ -60,8 +59,8 @@ from slipstream.reproducibility.timing import wait_for_device
 TIE = 0.02  # of the largest logit
 PROMPTS = 8
 STAGES = ("draft", "verify", "accept", "overhead")
-KINDS = ("eager", "graphed", "libraries", "fused")
-CALIBRATED = ("graphed", "fused")
+KINDS = ("eager", "graphed", "kernels")
+CALIBRATED = ("graphed", "kernels")
 SETTING = ("device", "torch", "transformers", "num_draft_tokens", "max_tokens", "prompt_tokens")
 
 
@@ -94,10 +93,8 @@ def main(
         result |= measured_before(json_file, result)
     backends: dict[str, Any] = {
         kind: (make(setting.target), make(setting.draft))
-        for kind, make in (("eager", HFBackend), ("graphed", GraphedBackend))
+        for kind, make in (("eager", HFBackend), ("graphed", GraphedBackend), ("kernels", by_kernels))
     }
-    backends["fused"] = fused(setting.faster_target), fused(setting.faster_draft)
-    backends["libraries"] = with_library_products(setting.faster_target), with_library_products(setting.faster_draft)
 
     def part(name: str, measured: Callable[[], Any]) -> None:
         """Measure a part unless an earlier run has; print it and save the result so far."""
@@ -118,7 +115,7 @@ def main(
         "graphs",
         lambda: {
             f"{kind} {which}": str(backend.graph_memory())
-            for kind in ("graphed", "libraries", "fused")
+            for kind in CALIBRATED
             for which, backend in zip(("target", "draft"), backends[kind], strict=True)
         },
     )
@@ -136,10 +133,10 @@ def measured_before(file: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def fixed_orders(setting: Setting, backends: dict[str, Any], small: bool) -> dict[str, dict[str, int]]:
-    """`fixed_order` of the target with all kernels, and as a negative control with PyTorch's products."""
+    """`fixed_order` of the target by kernels, and as a negative control by transformers."""
     return {
         kind: fixed_order(backends[kind][0], setting.prompts[: 2 if small else PROMPTS], 3 if small else 16)
-        for kind in ("fused", "libraries")
+        for kind in ("kernels", "graphed")
     }
 
 
@@ -161,11 +158,11 @@ def print_against_limits(result: dict[str, Any], rows: str) -> None:
 def prepare(small: bool, device: torch.device, length: int, tokens: int, count: int, acceptance: float) -> Setting:
     """Build the models, prompts of random tokens, and the positions at which drafts will be wrong."""
     shapes = (TINY_TARGET | TINY, TINY_DRAFT | TINY) if small else (TARGET | SHARED, DRAFT | SHARED)
-    target, draft, faster_target, faster_draft = (build(shape, device) for shape in (*shapes, *shapes))
+    target, draft = (build(shape, device) for shape in shapes)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, target.config.vocab_size, (PROMPTS, length), generator=generator).tolist()
     wrong = (torch.rand(PROMPTS, length + tokens + 64, generator=generator) >= acceptance).to(device)
-    return Setting(target, draft, faster_target, faster_draft, prompts, wrong, tokens, count)
+    return Setting(target, draft, prompts, wrong, tokens, count)
 
 
 def bandwidth(device: torch.device, size: int) -> float:

@@ -46,7 +46,7 @@ def compare_products(models: Sequence[Any], small: bool) -> dict[str, dict[str, 
 def _speeds(inner: int, outputs: int) -> dict[str, float]:
     size = 2 * inner * outputs
     layers = [_layer(inner, outputs) for _ in range(max(2, -(-TURNING_BYTES // size)))]
-    products, speeds = [Product(layer) for layer in layers], {}
+    products, speeds = [Product([layer]) for layer in layers], {}
     for tokens in TOKENS:
         x = torch.randn(tokens, inner, dtype=torch.bfloat16, device="cuda")
         speeds[f"{tokens} libraries"] = _gigabytes(layers, x, size)

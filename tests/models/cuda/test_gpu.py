@@ -14,7 +14,6 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate.parity import TieJudge
 from slipstream.models.backend_capabilities import is_shape_independent
 from slipstream.models.cuda.graph_backend import GraphedBackend
-from slipstream.models.cuda.triton_layer import uses_kernels
 from tests.support.tiny_models import ARCHITECTURES, fresh, prompts, shared, tokenizer
 
 DEVICE = "cuda"
@@ -89,7 +88,7 @@ def test_no_drafter_changes_a_text(name: str, fast: bool, reproducible: bool | s
     plain = plain_decoder(name, torch.float32, fast, max_batch_size=4, reproducible=reproducible)
     assert isinstance(plain.target.backend, GraphedBackend) == fast
     if fast and name in BY_KERNELS:
-        assert uses_kernels(plain.target.backend.model) and is_shape_independent(plain.target.backend)
+        assert is_shape_independent(plain.target.backend)
     for params in (GREEDY, SEEDED):
         expected = one_by_one(plain, PROMPTS, params)
         assert texts(plain, PROMPTS, params) == expected
@@ -138,15 +137,16 @@ def test_with_slipstreams_kernels_no_drafter_changes_a_text_in_any_dtype(name: s
             assert texts(plain.using(drafter, num_draft_tokens=length), PROMPTS, params) == expected, (drafter, length)
 
 
-def test_a_model_given_by_the_caller_is_captured_unchanged() -> None:
+def test_a_model_given_by_the_caller_is_computed_by_kernels_from_its_own_weights() -> None:
     model = on_gpu("llama", torch.bfloat16, fast=False)
-    weights = [weight.clone() for weight in model.parameters()]
+    weights = [(weight.data_ptr(), weight.clone()) for weight in model.parameters()]
     decoder = SpeculativeDecoder(model, drafter="none", tokenizer=tokenizer(), reproducible=False)
     backend = decoder.target.backend
-    assert isinstance(backend, GraphedBackend) and not uses_kernels(backend.model)
+    assert isinstance(backend, GraphedBackend) and is_shape_independent(backend)
     texts(decoder, PROMPTS, GREEDY)
     assert backend.graph_memory().count > 0
-    assert all(map(torch.equal, weights, model.parameters()))
+    for (place, weight), now in zip(weights, model.parameters(), strict=True):
+        assert now.data_ptr() == place and torch.equal(now, weight)
 
 
 @pytest.mark.parametrize("fast", [False, True])

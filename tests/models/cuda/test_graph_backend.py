@@ -18,8 +18,6 @@ from slipstream.models.cuda.graph_backend import MAX_STEPS, GraphedBackend
 from slipstream.models.cuda.graph_store import REPLAYS, GraphMemory, GraphStore, NoWaiting, Rerun, why_not_captured
 from slipstream.models.cuda.indexed_cache import SPARE, WIDTHS, TreeTable
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import group_queries
-from slipstream.models.hf.trials import later_logits
 from tests.support.fake_cuda_graph import Tape
 from tests.support.graph_cases import MODELS, PROMPT, STARTS, Case
 from tests.support.markers import subcases
@@ -325,20 +323,6 @@ def test_models_that_cannot_be_captured_are_recognized_beforehand(caplog: pytest
     with caplog.at_level(logging.WARNING):
         GraphedBackend(model, Tape())
     assert "LlamaForCausalLM runs without CUDA graphs: its weights are on several devices" in caplog.text
-
-
-def test_changing_the_attention_captures_a_new_graph() -> None:
-    model = fresh("llama")
-    backend = GraphedBackend(model, Tape())
-    backend.reserve(3, 1024)
-    later_logits(backend.eager)  # grows the cache as the trials will, since growing drops graphs
-    tokens = torch.arange(1, 7)[None]
-    before = [backend.forward(tokens, [0], first_slot=0, logits=True) for _ in range(2)][1]
-    group_queries(backend.eager)
-    after = [backend.forward(tokens, [0], first_slot=0, logits=True) for _ in range(2)][1]
-    assert backend.eager.masks.repeats == 2
-    assert (before - after).abs().max() < 1e-4
-    assert backend.graph_memory().count == 2  # one for each attention
 
 
 def step_by_step(case: Case, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int) -> Tensor:

@@ -1,6 +1,6 @@
 """What Triton compiles the kernels to, for two generations of GPUs; no GPU is needed.
 
-Run in an environment that also has triton 3.6.0, without its interpreter.
+Run in an environment that also has triton, without its interpreter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ PRODUCT = re.compile(
     r"mma\.sync\.aligned\.(m\d+n\d+k\d+)\S*\s*\{\s*(%\w+)[^}]*\},\s*\{[^}]*\},\s*\{[^}]*\},\s*\{\s*(%\w+)"
 )
 INPUTS = 128  # per step, in bfloat16
-SIZES = ("inner", "outputs", "size", "slot_stride", "head_stride")  # a launch knows these to be multiples of 16
+SIZES = (
+    "inner",
+    "outputs",
+    "row_size",
+    "size",
+    "slot_stride",
+    "head_stride",
+)  # a launch knows these to be multiples of 16
 SHARED = 99 << 10  # bytes of shared memory that all GPUs have since Ampere
 
 
@@ -116,11 +123,12 @@ def test_chains_and_branches_attend_in_the_same_order(architecture: int) -> None
 
 
 FLOATS = ("x", "residual", "summed", "out", "qkv", "cosines", "sines", "queries", "keys", "values", "gate_up")
-NUMBERS = ("eps", "after_eps", "next_eps", "slope", "cubic")
+NUMBERS = ("eps", "offset", "slope", "cubic")
 POINTERS = (
     dict.fromkeys(FLOATS, "*bf16")
     | dict.fromkeys(("slots", "starts", "columns"), "*i64")
-    | dict.fromkeys(("after_weight", "next_weight", "weights", "partial", "leading", "totals"), "*fp32")
+    | dict.fromkeys(("after_weight", "next_weight", "queries_norm", "keys_norm"), "*bf16")
+    | dict.fromkeys(("partial", "leading", "totals"), "*fp32")
     | dict.fromkeys(NUMBERS, "fp32")
 )
 NORMS = {"has_after": True, "has_residual": True, "has_next": True, "rounds_first": True, "block": 4096, "splits": 4}

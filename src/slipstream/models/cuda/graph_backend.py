@@ -4,8 +4,8 @@ The specification of every method is `HFBackend`'s forward. Decoding consists of
 on. They run in buckets of (rows, width, attended length): tokens and positions go into fixed buffers, from which the
 device computes positions, mask and cache addresses. Bodies, the functions that are captured, read everything that
 changes from the buffers, and take only shapes as arguments. All other forwards, mainly prompts, run eagerly.
-`make_graphs_faster` gives the model joint products and Triton kernels, if its logits stay the same. If the kernels
-compute the whole model, prompts included, no bit depends on the shape of a forward, and one capture serves all lengths.
+`use_kernels` has Triton kernels compute the whole model, prompts included, if they give its own results. Then no bit
+depends on the shape of a forward, and one capture serves all lengths.
 
 Shapes: B rows, W columns, R >= B and C >= W those of the bucket, V the vocabulary.
 """
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import SlipstreamError, first_line
@@ -43,22 +43,20 @@ from slipstream.models.cuda.indexed_cache import (
     pinned,
     tree_table,
 )
-from slipstream.models.cuda.triton_layer import (
-    TritonOps,
-    TritonStack,
-    has_kernels,
-    stack_of,
-    uses_kernels,
-    why_no_kernels,
-)
+from slipstream.models.cuda.triton_layer import TritonStack, has_kernels
 from slipstream.models.decoder.attention import Masks
 from slipstream.models.decoder.families import plan_of_model
-from slipstream.models.decoder.fused_layer import FusedLayer, is_fused
 from slipstream.models.decoder.plan import UnknownLayerError
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
-from slipstream.models.hf.trials import OwnLogits, Trial, a_few_logits, difference, largest_error, tolerance
-from slipstream.models.notices import warn_slower
+from slipstream.models.hf.trials import (
+    OwnLogits,
+    Trial,
+    a_few_logits,
+    difference,
+    forwards_replaced,
+    largest_error,
+    tolerance,
+)
 
 MAX_STEPS = 16  # in one captured proposal; capturing takes as long as a few runs of all its steps
 
@@ -92,7 +90,6 @@ class CapturedForwards:
         self._row_table = torch.zeros(MAX_TOKENS, 4, dtype=torch.int64, device=self._device)
         self._offsets = torch.arange(MAX_TOKENS, device=self._device)
         self.trees = TreeBuffers(self._device)
-        self._no_masks = eager.masks.nothing(self._device)
 
     def fill(
         self,
@@ -213,7 +210,7 @@ class CapturedForwards:
         self._cache.index(forward)
         out = self._eager.model(
             input_ids=self.embeddable(tokens),
-            attention_mask=self._no_masks if uses_kernels(self._eager.model) else masks(),
+            attention_mask=masks(),
             position_ids=self._model_positions(forward),
             use_cache=True,
             logits_to_keep=0,
@@ -302,6 +299,8 @@ class GraphedBackend:
     def layer_subset(self, layers: Sequence[int]) -> GraphedBackend:
         """The subset has its own graphs."""
         subset = GraphedBackend(self.eager.layer_subset(layers).model, cache=self.cache)
+        if self._bodies.stack is not None:
+            subset.use_stack(self._bodies.stack.subset(layers))
         if self._graphs.reason is not None and subset._graphs.reason is None:
             subset._graphs.disable(self._graphs.reason)
         return subset
@@ -432,8 +431,7 @@ class GraphedBackend:
         return bucket
 
     def _run(self, body: Callable[..., Tensor], bucket: Bucket, *options: int) -> Tensor | None:
-        key = (body.__name__, bucket, *options, self.eager.masks.repeats)
-        return self._graphs.run(key, partial(body, bucket, *options))
+        return self._graphs.run((body.__name__, bucket, *options), partial(body, bucket, *options))
 
     def _draft_by_forwards(
         self, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int
@@ -450,65 +448,43 @@ class GraphedBackend:
         return torch.stack(drafted, dim=1)
 
 
-def make_graphs_faster(backend: GraphedBackend, own_logits: OwnLogits) -> None:
-    """Add grouped attention, fused layers and then Triton kernels to a model whose linear layers are fused.
+def use_kernels(backend: GraphedBackend, own_logits: OwnLogits, *, may_join: bool = False) -> str | None:
+    """Compute the model by Triton kernels if they give its own results. Returns None, or the reason they do not.
 
-    Each stays only if the logits remain the model's own; a warning names any that does not.
+    may_join: the model's weights may move in memory.
     """
-    if not any(map(is_fused, backend.model.modules())):  # otherwise an earlier decoder has done so
-        group_queries(backend.eager, own_logits)
-        layers = fuse_layers(backend.eager, own_logits)
-        reason = _use_kernels(backend, layers) if layers else None
-        if reason is not None:
-            warn_slower(f"{type(backend.model).__name__} keeps PyTorch's operators: {reason}")
-    if uses_kernels(backend.model):
-        reason = _use_stack(backend)
-        if reason is not None:
-            warn_slower(f"{type(backend.model).__name__} calls its layers one by one: {reason}")
-
-
-def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, FusedLayer]]) -> str | None:
-    """Turn the kernels on if they give the layers' own results. Returns None, or the reason they stay off."""
     if not has_kernels():
         return "Triton is not installed"
-    reasons = (why_no_kernels(forward.plain) for _, forward in layers)
-    if (reason := next(filter(None, reasons), None)) is not None:
-        return reason
-    kernels = [TritonOps(forward.plain) for _, forward in layers]
-    trials = [
-        Trial(layer, forward, forward.with_ops(ops)) for (layer, forward), ops in zip(layers, kernels, strict=True)
-    ]
-    rerun = GraphedBackend(backend.model, Rerun(), cache=backend.cache)
-    try:
-        with torch.cuda.device_of(backend.eager.key_positions()):  # Triton launches on the current device
-            error = largest_error(rerun, layers, trials)
-    except Exception as failed:  # kernels are compiled at first use, by compilers that may raise anything
-        return f"the kernels cannot be compiled or run: {first_line(failed)}"
-    if error > tolerance(backend.model):
-        return f"the kernels give different results (by {error:.2g} of what they add)"
-    for (_, forward), ops in zip(layers, kernels, strict=True):
-        forward.ops = ops
-    return None
-
-
-def _use_stack(backend: GraphedBackend) -> str | None:
-    """Compute whole forwards by the kernels if that gives the logits of their layers. Returns None, or why not."""
-    model, modules = backend.model, [module for module in backend.model.modules() if is_fused(module)]
     if backend.longest_short is not None:
         return "its rotations depend on how long each text is"
-    rerun = GraphedBackend(model, Rerun(), cache=backend.cache)
     try:
-        plan = plan_of_model(model, backend.eager.masks.windows)
-        stack = stack_of(model, plan, modules)
-        a_few_logits(rerun)  # allocates keys and values, which the layers' kernels need
-        expected = a_few_logits(rerun)
-        rerun.use_stack(stack)
-        error = difference(a_few_logits(rerun), expected)
+        plan = plan_of_model(backend.model, backend.eager.masks.windows)
+        stack = TritonStack(backend.model, plan, may_join=may_join)
     except UnknownLayerError as unknown:
         return str(unknown)
-    except Exception as failed:  # as above: other kernels
-        return f"the kernels cannot be compiled or run: {first_line(failed)}"
-    if error > tolerance(model):
-        return f"in one forward of kernels they give different logits (by {error:.2g})"
+    if "kernels" not in own_logits.passed:
+        try:
+            error = _error_of_kernels(backend, stack)
+        except Exception as failed:  # kernels are compiled at first use, by compilers that may raise anything
+            return f"the kernels cannot be compiled or run: {first_line(failed)}"
+        if error > tolerance(backend.model):
+            return f"the kernels give different results (by {error:.2g})"
+        own_logits.passed.add("kernels")
     backend.use_stack(stack)
     return None
+
+
+def _error_of_kernels(backend: GraphedBackend, stack: TritonStack) -> float:
+    """The largest difference of a layer from the model's own, and of all of them at once from one after the other.
+
+    Logits are not compared with the model's own: in models such as Gemma 3, later layers amplify rounding.
+    """
+    rerun = GraphedBackend(backend.model, Rerun(), cache=backend.cache)
+    a_few_logits(rerun)  # allocates keys and values
+    forwards = [(layer.module, layer.within_model(backend.cache)) for layer in stack.layers]
+    with torch.cuda.device_of(backend.eager.key_positions()):  # Triton launches on the current device
+        error = largest_error(rerun, [Trial(module, module.forward, forward) for module, forward in forwards])
+        with forwards_replaced(forwards):
+            one_by_one = a_few_logits(rerun)
+    rerun.use_stack(stack)
+    return max(error, difference(a_few_logits(rerun), one_by_one))

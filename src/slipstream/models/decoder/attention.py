@@ -264,11 +264,6 @@ class MaskBuilder:
             masks["sliding_attention"] = self._form(near)
         return masks if len(self._kinds) > 1 else masks[next(iter(self._kinds))]
 
-    def nothing(self, device: torch.device) -> Tensor | dict[str, Tensor]:
-        """A placeholder for layers that read no mask."""
-        empty = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        return dict.fromkeys(self._kinds, empty) if len(self._kinds) > 1 else empty
-
     def build_hybrid(self, queries: Tensor, keys: Tensor) -> dict[str, Tensor | None] | None:
         """`build` for a model with recurrent layers, which take no mask; None if all layers are recurrent."""
         if not self._kinds:

@@ -194,7 +194,7 @@ class LayerOps:
     """A layer computed by PyTorch's operators: the specification of all faster ops."""
 
     def __init__(self, layer: nn.Module, plan: LayerPlan, rope: RotaryEmbedding) -> None:
-        _check_modules(layer, plan)
+        check_modules(layer, plan)
         self.plan, self._rope = plan, rope
         self.heads, self.key_heads, self.size = plan.heads, plan.key_heads, plan.size
         self.latent: LatentHeads | None = None
@@ -395,14 +395,19 @@ def fused_layers(model: nn.Module, plan: DecoderPlan) -> list[tuple[nn.Module, F
     Raises `UnknownLayerError` with the reason if a layer has other modules than its plan, or if other code replaced its
     forward.
     """
+    rope = RotaryEmbedding()
+    return [(layer, FusedLayer(layer, of, rope)) for layer, of in zip(layers_of(model, plan), plan.layers, strict=True)]
+
+
+def layers_of(model: nn.Module, plan: DecoderPlan) -> nn.ModuleList:
+    """The model's decoder layers. Raises `UnknownLayerError` if they cannot be told from other modules."""
     count = len(plan.layers)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(lists) > 1:  # an image tower may have the same number of layers
         lists = [m for m in lists if m is decoder_module(model, plan).layers]
     if len(lists) != 1:
         raise UnknownLayerError(f"it has {len(lists)} lists of {count} modules, not one")
-    rope = RotaryEmbedding()
-    return [(layer, FusedLayer(layer, of, rope)) for layer, of in zip(lists[0], plan.layers, strict=True)]
+    return lists[0]
 
 
 def decoder_module(model: Any, plan: DecoderPlan) -> Any:
@@ -421,7 +426,7 @@ def is_fused(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), FusedLayer)
 
 
-def _check_modules(layer: nn.Module, plan: LayerPlan) -> None:
+def check_modules(layer: nn.Module, plan: LayerPlan) -> None:
     """Raise `UnknownLayerError` unless a layer has its plan's modules, apart from activations and dropout."""
     parts = {path.partition(".")[0] for path in plan.modules if "." in path}
     paths = set[str]()
