@@ -24,7 +24,13 @@ from slipstream.drafters.model.parallel_scorer import MOST, ParallelScorer
 from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, ParallelDrafts, Releasing
+from slipstream.models.backend_capabilities import (
+    HiddenStates,
+    LayerSubsets,
+    ParallelDrafts,
+    PreparedForwards,
+    Releasing,
+)
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.quantized_linear import rounded_activations
 from slipstream.models.exclusive_use import ExclusiveUse
@@ -107,6 +113,8 @@ class ModelPair:
             target.backend.release()
         session = make_session(target.backend, shapes, shows_images=not isinstance(target.vision, str))
         _attach(draft, session)
+        _prepare(target, config)
+        _prepare(draft, config)
         windowed = _windowed(target, draft_session, bridged, config)
         settings = ModelSettings.of(target)
         pair = cls(target, draft, session, draft_session, calibration, bridged, windowed, settings=settings)
@@ -121,6 +129,7 @@ class ModelPair:
     def _with_loaded_draft(self, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
         session = _draft_session(draft)
         _attach(draft, self.target_session)
+        _prepare(draft, config)
         bridged = _bridged(self.target, draft, session, config)
         windowed = _windowed(self.target, session, bridged, config)
         pair = replace(self, draft=draft, draft_session=session, bridged=bridged, windowed=windowed)
@@ -429,6 +438,11 @@ def _attach(draft: Loaded | None, target: Session) -> None:
         assert isinstance(target.backend, HiddenStates)  # else it would not have been loaded
         draft.backend.attach(target.backend, target.slot_states)
         target.forget()  # no hidden states were kept of the texts that are cached
+
+
+def _prepare(loaded: Loaded | None, config: DecoderConfig) -> None:
+    if loaded is not None and isinstance(loaded.backend, PreparedForwards):
+        loaded.backend.prepare(config.max_batch_size)
 
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:
