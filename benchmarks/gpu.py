@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -50,6 +50,7 @@ from gpu_arms import (
 from gpu_products import compare_products
 from terminal import Count, JsonFile, run, save
 
+from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate.parity import first_difference, last_logits
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
@@ -57,7 +58,9 @@ from slipstream.models.weights.model_files import quiet
 from slipstream.reproducibility.timing import wait_for_device
 
 TIE = 0.02  # of the largest logit
-PROMPTS = 8
+BATCH = 8
+PROMPTS = 32
+WIDTHS = 16  # of forwards in which each token must have the bits that it has alone
 STAGES = ("draft", "verify", "accept", "overhead")
 KINDS = ("eager", "graphed", "kernels")
 CALIBRATED = ("graphed", "kernels")
@@ -103,11 +106,12 @@ def main(
             save(json_file, result)
         print(f"{name}: {result['parts'][name]}")
 
-    for rows in map(str, batches or (1, 2 if small else PROMPTS)):
+    for rows in map(str, batches or (1, 2 if small else BATCH)):
         if rows not in result["batches"]:
             result["batches"][rows] = measure(setting, backends, int(rows), repeats, result)
             save(json_file, result)
         print_against_limits(result, rows)
+    part("auto against plain", lambda: by_decoder(setting, (1, 2 if small else BATCH)))
     part("tokens with the bits that they have alone", lambda: fixed_orders(setting, backends, small))
     part("products, GB/s", lambda: compare_products((setting.target, setting.draft), small))
     part("logits of random tokens against eager", lambda: compare_logits(setting, backends))
@@ -135,9 +139,32 @@ def measured_before(file: Path, result: dict[str, Any]) -> dict[str, Any]:
 def fixed_orders(setting: Setting, backends: dict[str, Any], small: bool) -> dict[str, dict[str, int]]:
     """`fixed_order` of the target by kernels, and as a negative control by transformers."""
     return {
-        kind: fixed_order(backends[kind][0], setting.prompts[: 2 if small else PROMPTS], 3 if small else 16)
+        kind: fixed_order(backends[kind][0], setting.prompts[: 2 if small else PROMPTS], 3 if small else WIDTHS)
         for kind in ("kernels", "graphed")
     }
+
+
+def by_decoder(setting: Setting, batches: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Tokens per second of a decoder with its own choice of drafts and without drafts, and whether texts are equal.
+
+    Each runs once to learn what drafts bring, then once more.
+    """
+    params, results = SamplingParams(max_tokens=setting.max_tokens), dict[str, dict[str, Any]]()
+    with SpeculativeDecoder(setting.target, setting.draft, max_batch_size=max(batches)) as decoder:
+        for rows in batches:
+            texts = {}
+            for drafter in ("none", "auto"):
+                drafting = decoder.using(drafter, num_draft_tokens="auto")
+                for _ in range(2):
+                    wait_for_device(setting.device)
+                    started = perf_counter()
+                    texts[drafter] = [result.token_ids for result in drafting.generate(setting.prompts[:rows], params)]
+                    wait_for_device(setting.device)
+                    seconds = perf_counter() - started
+                speeds = results.setdefault(f"{rows} texts", {})
+                speeds[drafter] = round(rows * setting.max_tokens / seconds, 1)
+            results[f"{rows} texts"]["identical"] = texts["none"] == texts["auto"]
+    return results
 
 
 def print_against_limits(result: dict[str, Any], rows: str) -> None:

@@ -260,7 +260,7 @@ def _compare(setting: Setting, pair: Sequence[Any]) -> dict[str, float]:
     worst, agree, positions = 0.0, 0, 0
     generator = torch.Generator().manual_seed(2)
     for backend in pair:
-        backend.reserve(8, len(setting.prompts[0]) + 64)
+        backend.reserve(len(setting.prompts), len(setting.prompts[0]) + 64)
         for slot, prompt in enumerate(setting.prompts):
             backend.forward(torch.tensor([prompt], device=setting.device), [0], first_slot=slot, logits=False)
     for rows, width in _shapes():

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
-MODELS = ("llama", "qwen2", "qwen3", "gemma3")
+MODELS = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
 PROMPT = 24
 PARENTS = [(-1, 0, 1, 2, 3, 4, 2, 6, 7, -1), (-1,), (-1, -1, -1)]
 

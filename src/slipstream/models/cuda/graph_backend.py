@@ -13,6 +13,7 @@ Shapes: B rows, W columns, R >= B and C >= W those of the bucket, V the vocabula
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,7 @@ from slipstream.models.cuda.indexed_cache import (
     TreeTable,
     tree_table,
 )
+from slipstream.models.cuda.stored_weights import stored_weights
 from slipstream.models.cuda.triton_layer import TritonStack
 from slipstream.models.decoder.attention import Masks
 from slipstream.models.decoder.families import plan_of_model
@@ -57,7 +59,7 @@ from slipstream.models.hf.trials import (
     largest_error,
     tolerance,
 )
-from slipstream.models.notices import progress_bar
+from slipstream.models.notices import announce, progress_bar
 
 ROWS_AHEAD, WIDTHS_AHEAD = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8)  # of forwards that are captured at load
 POSITIONS_AHEAD = 8192  # reserved for each row at load, if they fit into a share of the free memory
@@ -249,7 +251,11 @@ class GraphedBackend:
         self._bodies.stack = stack
 
     def weights_digest(self) -> str:
-        return self.eager.weights_digest()
+        digest = self.eager.weights_digest()
+        if stored := stored_weights(self.model):
+            first_rows = torch.cat([weight.data[:1].flatten().cpu() for weight in stored])
+            digest = hashlib.sha256(digest.encode() + first_rows.numpy().tobytes()).hexdigest()[:20]
+        return digest
 
     def keep_hidden_states(self, layers: Sequence[int]) -> None:
         """Also drops all graphs, since they were captured without keeping hidden states."""
@@ -479,6 +485,7 @@ def _error_of_kernels(backend: GraphedBackend, stack: TritonStack) -> float:
 
     Logits are not compared with the model's own: in models such as Gemma 3, later layers amplify rounding.
     """
+    announce(f"compiling kernels for {type(backend.model).__name__} (once) ...")
     rerun = GraphedBackend(backend.model, Rerun(), cache=backend.cache)
     a_few_logits(rerun)  # allocates keys and values
     forwards = [(layer.module, layer.within_model(backend.cache)) for layer in stack.layers]

@@ -31,16 +31,81 @@ def _store_rows(out, tile, first, tokens, outputs, row_size, column, rows: tl.co
     tl.store(out + place, tile.to(out.dtype.element_ty), mask=(row < tokens)[:, None] & (column < outputs)[None, :])
 
 
+@triton.jit
+def _six_bits(scales, s):
+    """The 6-bit scale and minimum of a sub-block of a Q4_K or Q5_K block. scales: its 12 bytes; s: 0 to 7."""
+    is_early = s < 4
+    first, second = tl.load(scales + s).to(tl.int32), tl.load(scales + tl.where(is_early, s + 4, s - 4)).to(tl.int32)
+    third = tl.load(scales + tl.where(is_early, s, s + 4)).to(tl.int32)
+    scale = tl.where(is_early, first & 63, (third & 15) | ((second >> 6) << 4))
+    minimum = tl.where(is_early, second & 63, (third >> 4) | ((first >> 6) << 4))
+    return scale.to(tl.float32), minimum.to(tl.float32)
+
+
+@triton.jit
+def _nibble(byte, is_high):
+    return tl.where(is_high, byte.to(tl.int32) >> 4, byte.to(tl.int32) & 15)
+
+
+@triton.jit
+def _unpacked(codes, halves, row, inputs, row_bytes, kind: tl.constexpr):
+    """Weights of a matrix of GGUF blocks, float32 [rows, inputs], for row [rows, 1] and inputs [1, inputs].
+
+    codes: the matrix's bytes; halves: the same memory as float16. The layouts are those of ggml's `ggml-common.h`.
+    """
+    row = row.to(tl.int64) * row_bytes
+    if kind == "Q8_0":
+        block = row + inputs // 32 * 34
+        code = tl.load(codes + block + 2 + inputs % 32).to(tl.int8, bitcast=True)
+        return tl.load(halves + block // 2).to(tl.float32) * code.to(tl.float32)
+    elif kind == "Q4_0":
+        block, place = row + inputs // 32 * 18, inputs % 32
+        code = _nibble(tl.load(codes + block + 2 + place % 16), place >= 16) - 8
+        return tl.load(halves + block // 2).to(tl.float32) * code.to(tl.float32)
+    elif kind == "Q6_K":
+        block, half, place = row + inputs // 256 * 210, inputs % 256 // 128, inputs % 128
+        low = _nibble(tl.load(codes + block + half * 64 + place % 64), place >= 64)
+        high = tl.load(codes + block + 128 + half * 32 + place % 32).to(tl.int32) >> (place // 32 * 2)
+        code = (low | ((high & 3) << 4)) - 32
+        scale = tl.load(codes + block + 192 + half * 8 + place // 16).to(tl.int8, bitcast=True)
+        return tl.load(halves + block // 2 + 104).to(tl.float32) * scale.to(tl.float32) * code.to(tl.float32)
+    else:  # Q4_K, Q5_K
+        size: tl.constexpr = 144 if kind == "Q4_K" else 176
+        block, s, place = row + inputs // 256 * size, inputs % 256 // 32, inputs % 32
+        code = _nibble(tl.load(codes + block + (size - 128) + s // 2 * 32 + place), s % 2 == 1)
+        if kind == "Q5_K":
+            code |= ((tl.load(codes + block + 16 + place).to(tl.int32) >> s) & 1) << 4
+        scale, minimum = _six_bits(codes + block + 4, s)
+        largest, least = tl.load(halves + block // 2).to(tl.float32), tl.load(halves + block // 2 + 1).to(tl.float32)
+        return largest * scale * code.to(tl.float32) - least * minimum
+
+
+@triton.jit(do_not_specialize=["count"])
+def unpack(
+    codes, halves, rows, out, count, inner, row_bytes, kind: tl.constexpr, group: tl.constexpr, block: tl.constexpr
+):
+    """Some rows [count] of a matrix of GGUF blocks, unpacked to out [count, inner], `group` rows in a program."""
+    number = tl.program_id(0) * group + tl.arange(0, group)
+    inputs = tl.program_id(1) * block + tl.arange(0, block)
+    row = tl.load(rows + number, mask=number < count, other=0)
+    values = _unpacked(codes, halves, row[:, None], tl.minimum(inputs, inner - 1)[None, :], row_bytes, kind)
+    place = number[:, None].to(tl.int64) * inner + inputs[None, :]
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=(number < count)[:, None] & (inputs < inner)[None, :])
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def product(
     x,
     weight,
+    halves,
     bias,
     out,
     tokens,
     inner,
     outputs,
     row_size,
+    row_bytes,
+    kind: tl.constexpr,
     has_bias: tl.constexpr,
     is_even: tl.constexpr,
     splits: tl.constexpr,
@@ -51,6 +116,7 @@ def product(
 ):
     """x [T, inner] times the transpose of weight [outputs, inner], plus bias [outputs].
 
+    kind: the type of the weight's blocks (see `_unpacked`), which are rounded to x's type; empty for numbers.
     out: [T, row_size], or [splits, T, row_size] in float32, of which the first part has the bias; `outputs` columns are
     written. A program takes 1, 2 or 4 `tiles` of `rows` tokens, each with its own sums, so that weights are read once
     for all of them. rows: 16 or 32, which give the same bits: tensor cores take 16 rows at a time, and a row's sum
@@ -69,11 +135,15 @@ def product(
     for offset in range(begin, tl.minimum(begin + share, inner), step):
         inputs = offset + tl.arange(0, step)
         inside = inputs < inner
-        place = weight + column[:, None].to(tl.int64) * inner + inputs[None, :]
-        if is_even:
-            factors = tl.load(place)
+        if kind != "":
+            near, known = tl.minimum(inputs, inner - 1), tl.minimum(column, outputs - 1)
+            factors = _unpacked(weight, halves, known[:, None], near[None, :], row_bytes, kind).to(x.dtype.element_ty)
         else:
-            factors = tl.load(place, mask=(column < outputs)[:, None] & inside[None, :], other=0.0)
+            place = weight + column[:, None].to(tl.int64) * inner + inputs[None, :]
+            if is_even:
+                factors = tl.load(place)
+            else:
+                factors = tl.load(place, mask=(column < outputs)[:, None] & inside[None, :], other=0.0)
         factors = tl.trans(factors)
         total0 = tl.dot(
             _rows_of(x, first, tokens, inner, inputs, inside, rows), factors, total0, input_precision="ieee"

@@ -18,9 +18,18 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cuda.indexed_cache import IndexedCache, IndexedForward
+from slipstream.models.cuda.stored_weights import StoredLinear, Weight, kernels
 from slipstream.models.decoder.around_layers import check_nothing_between, layer_rotations
-from slipstream.models.decoder.fused_layer import Norm, Rope, angles, check_modules, decoder_module, layers_of
-from slipstream.models.decoder.fused_linear import is_plain
+from slipstream.models.decoder.fused_layer import (
+    Norm,
+    Rope,
+    angles,
+    check_modules,
+    decoder_module,
+    is_fused,
+    layers_of,
+)
+from slipstream.models.decoder.fused_linear import FusedLinear, FusedOutput, is_plain
 from slipstream.models.decoder.plan import ACTIVATIONS, DecoderPlan, LayerPlan, NormPlan, UnknownLayerError
 
 CHUNK = 128  # positions per program: fixed, so that bits do not depend on the length read
@@ -72,23 +81,16 @@ def splits_for(inner: int, outputs: int, step: int) -> int:
 
 
 class Product:
-    """An ordinary linear layer, or several with the same input as one product, by the kernel.
+    """A linear layer, or several with the same input as one product, by the kernel.
 
-    Weights stay in place. Those of several layers take one launch if they follow one another in memory (`join`).
+    Weights stay in place. Those of several ordinary layers take one launch if they follow one another in memory (see
+    `join`), as do those of a file's blocks that have the same type.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Raises `UnknownLayerError` for other layers."""
-        linears = [module for module in modules if is_plain(module) and module.weight.is_contiguous()]
-        if len(linears) < len(modules):
-            raise UnknownLayerError("not all of its products are ordinary linear layers")
-        weights: list[Tensor] = [linear.weight.detach() for linear in linears]
-        biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
-        self.inner, self.outputs = weights[0].shape[1], sum(map(len, weights))
-        self._parts = list(zip(weights, biases, strict=True))
-        if _are_joined(weights) and len({bias is None for bias in biases}) == 1:
-            joint = weights[0].as_strided((self.outputs, self.inner), (self.inner, 1))
-            self._parts = [(joint, None if biases[0] is None else torch.cat([b for b in biases if b is not None]))]
+        """Raises `UnknownLayerError` for layers that are neither ordinary nor stored in blocks."""
+        self._parts = _parts_of(modules)
+        self.inner, self.outputs = self._parts[0][0].inputs, sum(len(weight.data) for weight, _ in self._parts)
 
     def __call__(self, x: Tensor, *, is_whole: bool = False) -> Tensor:
         """x: [T, inputs] -> [T, outputs], or parts of it [splits, T, outputs] in float32 unless `is_whole`."""
@@ -102,21 +104,24 @@ class Product:
         x, first = x.contiguous(), 0
         for weight, bias in self._parts:
             self._launch(x, weight, bias, out[..., first:], splits, step)
-            first += len(weight)
+            first += len(weight.data)
         return out
 
-    def _launch(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, splits: int, step: int) -> None:
-        tokens, outputs, tile = len(x), len(weight), tile_for(len(x))
+    def _launch(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, splits: int, step: int) -> None:
+        tokens, outputs, tile = len(x), len(weight.data), tile_for(len(x))
         grid = -(-tokens // (tile.tiles * tile.rows)), -(-outputs // tile.columns), splits
-        _kernels().product[grid](
+        kernels().product[grid](
             x,
-            weight,
+            weight.data,
+            weight.halves,
             x if bias is None else bias,
             out,
             tokens,
             self.inner,
             outputs,
             self.outputs,
+            weight.data.shape[1],
+            kind=weight.kind,
             has_bias=bias is not None,
             is_even=self.inner % step == 0 and outputs % tile.columns == 0,
             splits=splits,
@@ -127,6 +132,32 @@ class Product:
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
+
+
+def _parts_of(modules: Sequence[nn.Module]) -> list[tuple[Weight, Tensor | None]]:
+    """The weights and biases of layers with the same input, in the order of their outputs."""
+    sources = {module.source if isinstance(module, FusedOutput) else module for module in modules}
+    if len(sources) == 1:
+        (source,) = sources
+        stored = source.joint if isinstance(source, FusedLinear) else source
+        if isinstance(stored, StoredLinear):
+            biases = (
+                [None] * len(stored.weights)
+                if stored.bias is None
+                else stored.bias.split([len(weight.data) for weight in stored.weights])
+            )
+            return list(zip(stored.weights, biases, strict=True))
+    linears = [module for module in modules if is_plain(module) and module.weight.is_contiguous()]
+    if len(linears) < len(modules):
+        raise UnknownLayerError("not all of its products are ordinary linear layers")
+    weights: list[Tensor] = [linear.weight.detach() for linear in linears]
+    biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
+    inputs = weights[0].shape[1]
+    if _are_joined(weights) and len({bias is None for bias in biases}) == 1:
+        joint = weights[0].as_strided((sum(map(len, weights)), inputs), (inputs, 1))
+        bias = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
+        return [(Weight(joint, inputs), bias)]
+    return [(Weight(weight, inputs), bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def join(modules: Sequence[nn.Module]) -> None:
@@ -159,9 +190,7 @@ class TritonLayer:
     """A decoder layer computed by Triton kernels; its specification is the model's own layer."""
 
     def __init__(self, module: nn.Module, plan: LayerPlan) -> None:
-        """Raises `UnknownLayerError` if the kernels cannot compute this layer."""
-        if (reason := why_no_kernels(plan)) is not None:
-            raise UnknownLayerError(reason)
+        """plan: see `why_no_kernels`. Raises `UnknownLayerError` if the kernels cannot compute this layer."""
         check_modules(module, plan)
         self.module, self.plan = module, plan
         self._activation = ACTIVATIONS[plan.activation]
@@ -218,7 +247,7 @@ class TritonLayer:
         (tokens, size), like = x.shape[-2:], x if residual is None else residual
         summed = x if residual is None else torch.empty_like(residual)
         out = like if following is None else torch.empty_like(like)
-        _kernels().add_norm[(tokens,)](
+        kernels().add_norm[(tokens,)](
             x,
             like,
             x if after is None else after,
@@ -241,7 +270,7 @@ class TritonLayer:
     def _gate(self, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
         tokens, inner = gate_up.shape[-2], gate_up.shape[-1] // 2
         out = gate_up.new_empty(tokens, inner, dtype=dtype)
-        _kernels().gate[(tokens, -(-inner // GATE_BLOCK))](
+        kernels().gate[(tokens, -(-inner // GATE_BLOCK))](
             gate_up, out, inner, _stride(gate_up), *self._activation, splits=_splits(gate_up), block=GATE_BLOCK
         )
         return out
@@ -258,7 +287,7 @@ class TritonLayer:
         cosines, sines = (part.expand(rows, width, plan.size).contiguous() for part in rope)
         keys, values = cache.of_layer(plan.index, queries.new_empty(0, plan.key_heads, 0, plan.size))
         queries_norm, keys_norm = self._head_norms or (queries, queries)
-        _kernels().rotate_and_cache[(rows * width, plan.heads + 2 * plan.key_heads)](
+        kernels().rotate_and_cache[(rows * width, plan.heads + 2 * plan.key_heads)](
             qkv,
             cosines,
             sines,
@@ -307,7 +336,7 @@ class TritonLayer:
         if is_tree:  # a second call for the trees' own tokens, one program each
             calls.append(((count * -(-group // ROWS), -(-width // CHUNK) + 1), False, True))
         for (blocks, chunks_read), before_own, is_branch in calls:
-            _kernels().attend_chunk[(rows * plan.key_heads, blocks, chunks_read)](
+            kernels().attend_chunk[(rows * plan.key_heads, blocks, chunks_read)](
                 queries,
                 *cached,
                 forward.slots,
@@ -333,7 +362,7 @@ class TritonLayer:
                 rows=ROWS,
                 step=STEP,
             )
-        _kernels().combine_chunks[(rows * count, plan.heads)](
+        kernels().combine_chunks[(rows * count, plan.heads)](
             *sums,
             forward.starts,
             queries,
@@ -353,6 +382,8 @@ class TritonStack:
 
     def __init__(self, model: Any, plan: DecoderPlan, *, may_join: bool = False) -> None:
         """Raises `UnknownLayerError` if the kernels do not suffice. may_join: the weights may move in memory."""
+        if (reason := why_not_computed(plan)) is not None:
+            raise UnknownLayerError(reason)
         modules, inner = list(layers_of(model, plan)), decoder_module(model, plan)
         if any(map(_is_changed, inner.modules())):
             raise UnknownLayerError("its modules have hooks or another forward")
@@ -360,7 +391,7 @@ class TritonStack:
             raise UnknownLayerError("its norms differ")
         check_nothing_between(model, modules, plan)
         for layer, of in zip(modules, plan.layers, strict=True):
-            for paths in (of.qkv, of.gate_up) if may_join and why_no_kernels(of) is None else ():
+            for paths in (of.qkv, of.gate_up) if may_join else ():
                 join([layer.get_submodule(path) for path in paths])
         self.layers = [TritonLayer(layer, of) for layer, of in zip(modules, plan.layers, strict=True)]
         self._model, self._plan = model, plan
@@ -420,7 +451,8 @@ def norm_weight(module: nn.Module, path: str, plan: NormPlan) -> Tensor:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    has_other_forward = "forward" in vars(module) and not is_fused(module)
+    return bool(module._forward_hooks or module._forward_pre_hooks or has_other_forward)
 
 
 def has_kernels() -> bool:
@@ -428,11 +460,11 @@ def has_kernels() -> bool:
     return find_spec("triton") is not None
 
 
-def _kernels() -> Any:
-    """The module of kernels, which imports Triton. Layers do not store it, since models may be copied."""
-    from slipstream.models.cuda import triton_kernels
-
-    return triton_kernels
+def why_not_computed(plan: DecoderPlan) -> str | None:
+    """The reason the kernels cannot compute a model; None if they can, unless its products or modules differ."""
+    if not has_kernels():
+        return "Triton is not installed"
+    return next(filter(None, map(why_no_kernels, plan.layers)), None)
 
 
 def why_no_kernels(plan: LayerPlan) -> str | None:

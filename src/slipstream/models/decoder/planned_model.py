@@ -97,6 +97,7 @@ class PlannedModel(nn.Module):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """settings: the fields of its configuration."""
         super().__init__()
+        self._dtype = torch.float32
         self.config = Configuration(**settings)
         # this module's angles come in halves, whatever the order of transformers'
         plan = plan_of(self.config, MaskBuilder(self).windows)
@@ -117,7 +118,12 @@ class PlannedModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The type in which it computes."""
-        return torch.float32
+        return self._dtype
+
+    def compute_on(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Compute on this device, where its tensors have been placed, in this type."""
+        self._dtype = dtype
+        self.model.get_submodule(self.plan.rotary).compute_on(device)
 
     @property
     def device(self) -> torch.device:
@@ -175,13 +181,14 @@ class PlannedModel(nn.Module):
         """Logits of tokens [B, W], layer by layer; without a cache the tokens are complete sequences."""
         self.fused_layers()  # gives them their forward
         if past_key_values is None or position_ids is None:
-            past_key_values, position_ids = self.new_cache(), torch.arange(input_ids.shape[1])
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+            past_key_values, position_ids = self.new_cache(), positions
             position_ids = position_ids.expand(input_ids.shape)
             past_key_values.reserve(*input_ids.shape)
             attended = past_key_values.place(0, [0] * len(input_ids), position_ids)
             masks, states = MaskBuilder(self), past_key_values.states
             build = masks.build if states is None else masks.build_hybrid
-            attention_mask = build(position_ids, torch.arange(attended))
+            attention_mask = build(position_ids, torch.arange(attended, device=input_ids.device))
             if states is not None:
                 states.begin(0, [0] * len(input_ids), input_ids.shape[1])
         hidden = self.plan.enter(self.model.embed_tokens(input_ids))

@@ -23,6 +23,10 @@ class RotaryAngles(nn.Module):
         self.rope_type = {kind: str(settings["rope_type"]) for kind, settings in parameters.items()}
         self._scaled = {kind: frequencies(settings, size) for kind, settings in parameters.items()}
 
+    def compute_on(self, device: torch.device) -> None:
+        """Move to this device."""
+        self._scaled = {kind: (turns.to(device), factor) for kind, (turns, factor) in self._scaled.items()}
+
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, W, rotated] at positions [B, W], in the type of x; both halves have the same angles."""
         frequencies, factor = self._scaled[layer_type]

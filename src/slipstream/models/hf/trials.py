@@ -248,7 +248,8 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, la
     if files is None or is_adapter or options.extra or not is_known:
         return PassedTrials()
     versions = f"torch {torch.__version__} transformers {version('transformers')} slipstream {_digest_of_code()}"
-    machine = f"{platform.machine()} {processor().model_name} threads {torch.get_num_threads()} {model.device}"
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
+    machine = f"{platform.machine()} {processor().model_name} threads {torch.get_num_threads()} {device}"
     switches = {name: value for name, value in sorted(os.environ.items()) if name.startswith("SLIPSTREAM_")}
     what = f"{type(model).__name__} {model.dtype} {arithmetic_of(model)} {layer_kind} fast {options.fast} {switches}"
     return PassedTrials(f"{machine} {versions} {what} {model.config.to_json_string()} {files}")

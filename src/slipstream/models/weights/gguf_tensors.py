@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Lock
 from types import SimpleNamespace, TracebackType
 from typing import Any, cast
@@ -235,6 +235,16 @@ class RowReader:
         return part
 
 
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows of a matrix as they are in a file."""
+
+    name: str
+    block: BlockFormat
+    inputs: int
+    rows: Any  # [outputs, bytes] uint8
+
+
 class RowsOfFile:
     """A table that stays in the file, since each forward needs only a few of its rows. Thread-safe.
 
@@ -396,6 +406,18 @@ class GGUFTensors:
             part.scale = self._scale(entry)
             part.inputs_from = None if columns is None else torch.from_numpy(numpy.argsort(columns))
             parts.append(part)
+        return parts
+
+    def stored(self, parameter: str, shape: tuple[int, ...]) -> list[StoredRows]:
+        """A matrix of the file [shape] as it is, in the model's order of rows, in parts whose rows are concatenated."""
+        entries, order, columns = self._matrix(parameter, cast(tuple[int, int], shape))
+        parts = []
+        for entry in entries:
+            if columns is not None or self._scale(entry) is not None:
+                raise NotInBlocksError(f"tensor {entry.name!r} has columns in another order, or a scale")
+            block, rows = check_kind(entry), self._reader.rows(entry, 0, entry.shape[0])
+            rows = rows.copy() if order is None else rows[order]
+            parts.append(StoredRows(entry.name, block, entry.shape[1], rows))
         return parts
 
     def _packed(self, entry: TensorEntry) -> BlockPart | None:
