@@ -18,6 +18,7 @@ from slipstream.models.cuda.stored_weights import KINDS, StoredLinear, Weight
 from slipstream.models.cuda.triton_layer import COLUMNS, Product, Tile
 
 TOKENS = (1, 8, 16, 64, 256)
+TOKENS_OF_BLOCKS = (1, 8)  # fewer, since each type of blocks is compiled for each tile
 OTHER_TILES = {  # for up to 16 tokens; tiles do not change a product's bits
     "32 columns": Tile(1, 16, 32, 4, 4),
     "128 columns": Tile(1, 16, 128, 4, 3),
@@ -60,7 +61,7 @@ def _speeds(inner: int, outputs: int) -> dict[str, float]:
         block = BY_NAME[kind]
         row_bytes = inner // block.size * block.bytes
         stored = [Product([_stored(kind, outputs, row_bytes, inner)]) for _ in layers]
-        for tokens in TOKENS:
+        for tokens in TOKENS_OF_BLOCKS:
             x = torch.randn(tokens, inner, dtype=torch.bfloat16, device="cuda")
             speeds[f"{tokens} {kind}"] = _gigabytes(stored, x, outputs * row_bytes)
     x, tiles = torch.randn(1, inner, dtype=torch.bfloat16, device="cuda"), dict(triton_layer.TILES)

@@ -15,14 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.trees import segments_of
+from slipstream.models import pretrained
+from slipstream.models.backend_capabilities import is_shape_independent
 from slipstream.models.cuda.graph_backend import GraphedBackend, use_kernels
 from slipstream.models.cuda.graph_store import Rerun
 from slipstream.models.cuda.indexed_cache import IndexedForward
 from slipstream.models.cuda.triton_layer import has_kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.trials import OwnLogits
-from tests.support.tiny_models import VOCAB, fresh
+from tests.support.tiny_models import VOCAB, fresh, prompts
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -95,6 +98,7 @@ def test_weights_that_stay_in_place_give_the_bits_of_joined_ones() -> None:
 
 def test_joined_weights_are_the_models_own() -> None:
     model, expected = (fresh("llama", **SIZES).to(DEVICE) for _ in range(2))
+    model(input_ids=tokens(1, 3), output_hidden_states=True)  # leaves hooks, which change nothing
     backend = GraphedBackend(model, Rerun())
     assert use_kernels(backend, OwnLogits(backend.eager), may_join=True) is None
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
@@ -103,6 +107,24 @@ def test_joined_weights_are_the_models_own() -> None:
     layer = backend._bodies.stack.layers[0]
     keys = layer._qkv(torch.ones(1, 64, device=DEVICE), is_whole=True)[0, attention.q_proj.out_features :]
     assert not keys[: attention.k_proj.out_features].any() and keys[attention.k_proj.out_features :].any()
+
+
+def test_a_decoder_computes_by_kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(pretrained, "_is_captured", lambda model, fast: fast is not False)
+        monkeypatch.setattr(pretrained, "_packed", lambda model, fast: None)
+    target, draft = (fresh("qwen2", seed, **SIZES).to(DEVICE) for seed in (0, 1))
+    params, text = (
+        [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=0.8, seed=3)],
+        prompts((9,))[0],
+    )
+    texts = []
+    for fast, length in ((False, 0), ("auto", 0), ("auto", 2)):
+        options = {"fast": fast, "num_draft_tokens": length, "reproducible": False, "max_batch_size": 1}
+        decoder = SpeculativeDecoder(target, draft, drafter="model" if length else "none", **options)
+        assert is_shape_independent(decoder.target.backend) == (fast == "auto")
+        texts.append([decoder.generate(text, each).token_ids for each in params])
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_a_subset_of_layers_computes_what_the_models_own_layers_do() -> None:

@@ -421,16 +421,16 @@ class GraphedBackend:
 
     def _scored(self, tokens: Tensor, starts: list[int], counts: Sequence[int]) -> Tensor:
         """Logits [B, W, V], valid until the next forward. counts: how many columns of each row are real."""
-        tokens = self._bodies.embeddable(tokens)
         out = self._replayed(tokens, starts, counts)
-        return self._eagerly(tokens, starts, 0, logits=True) if out is None else out
+        return self._eagerly(self._bodies.embeddable(tokens), starts, 0, logits=True) if out is None else out
 
     def _on_device(self, *numbers: Sequence[int]) -> Tensor:
         """Some numbers per row as [len(numbers), B], valid until the next call."""
         values = torch.tensor(numbers)
-        buffer = self._numbers.setdefault(values.shape, Buffer(values.shape, torch.int64, self.device))
-        buffer.fill(values)
-        return buffer.values
+        if values.shape not in self._numbers:
+            self._numbers[values.shape] = Buffer(values.shape, torch.int64, self.device)
+        self._numbers[values.shape].fill(values)
+        return self._numbers[values.shape].values
 
     def _bucket(self, starts: Sequence[int], width: int, end: int) -> Bucket | None:
         """The bucket of forwards that write positions below `end`; None if they must run eagerly.

@@ -451,8 +451,10 @@ def norm_weight(module: nn.Module, path: str, plan: NormPlan) -> Tensor:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    has_other_forward = "forward" in vars(module) and not is_fused(module)
-    return bool(module._forward_hooks or module._forward_pre_hooks or has_other_forward)
+    """True if a module has another forward or hooks, except those by which transformers returns hidden states."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    others = [hook for hook in hooks if not str(hook.__module__).startswith("transformers.")]
+    return bool(others) or ("forward" in vars(module) and not is_fused(module))
 
 
 def has_kernels() -> bool:
