@@ -119,6 +119,11 @@ class DraftScorer(Protocol):
 
     backend: Backend
 
+    @property
+    def token_ids(self) -> Tensor | None:
+        """[N] the tokens of the logits that `score` returned last; None for all."""
+        return self.backend.token_ids if isinstance(self.backend, PartialVocabulary) else None
+
     def begin(self, width: int) -> int:
         """Prepare for a draft of `width` tokens; returns the most tokens that it may have."""
         return width

@@ -209,7 +209,9 @@ class ModelPair:
         if self.draft is None or session is None:
             return session
         restricted = self.draft.restricted
-        scorer = session if restricted is None else RestrictedScorer(session, restricted)
+        scorer: DraftScorer = session
+        if restricted is not None and restricted.num_first <= self.target.backend.vocab_size:
+            scorer = RestrictedScorer(session, restricted)
         if isinstance(self.draft.backend, ParallelDrafts):
             return ParallelScorer(scorer, self.draft.backend.mask_token, self.draft.backend)
         mask_token = parallel_mask(self.draft)

@@ -40,6 +40,10 @@ class ParallelScorer(DraftScorer):
         # the logits of the last forward, and which token of the draft they begin with
         self._first, self._logits = 0, torch.empty(0, 0, 0)
 
+    @property
+    def token_ids(self) -> Tensor | None:
+        return self.session.token_ids
+
     def begin(self, width: int) -> int:
         self._num_tokens = min(width, self.longest)
         return self._num_tokens
