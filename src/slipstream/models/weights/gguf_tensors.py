@@ -25,14 +25,14 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.models.cache_folder import panels_folder
 from slipstream.models.cpu.block_experts import ExpertStacks, Stack
-from slipstream.models.cpu.block_linear import BlockPart, Memory, Table, fits_blocks
+from slipstream.models.cpu.block_linear import BlockPart, Memory, Table, fits_blocks, panels_size
 from slipstream.models.cpu.expert_store import ExpertStore
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
-from slipstream.models.cpu.kernel_libraries import block_kernels
+from slipstream.models.cpu.kernel_libraries import address, block_kernels
 from slipstream.models.cpu.latent_heads import LatentStacks, latent_of, stacks_of_part
 from slipstream.models.cpu.processor import NoKernelsError, memory_bytes
-from slipstream.models.cpu.structs import TYPES, BlockFormat, FilePieceStruct
+from slipstream.models.cpu.structs import TYPES, BlockFormat, FilePieceStruct, PartStruct
 from slipstream.models.cpu.thread_placement import free_thread
 from slipstream.models.decoder.plan import ExpertsPlan, LatentPlan
 from slipstream.models.weights.gguf_architectures import (
@@ -261,13 +261,17 @@ class RowsOfFile:
                 self._stream.seek(self._entry.start + row * row_bytes)
                 if self._stream.readinto(target[index * row_bytes : (index + 1) * row_bytes]) != row_bytes:
                     raise ends_within(self._entry)
-        rows = numpy.frombuffer(read, numpy.uint8).reshape(len(row_numbers), row_bytes)
-        shape = len(row_numbers), self.inputs
-        packed = BlockPart(block, shape, lambda first, last: rows[first:last], self._library, SmallPages())
-        if not packed.is_finite:
+        count, library = len(row_numbers), self._library
+        rows, panels = (
+            numpy.frombuffer(read, numpy.uint8),
+            SmallPages().take(panels_size(block, (count, self.inputs), library)),
+        )
+        if not library.pack_panels(block.code, rows.ctypes.data, count, self.inputs, address(panels), 1):
             raise not_finite(self._entry)
-        packed.scale = self._scale
-        return packed.rows(torch.arange(len(row_numbers)))
+        part = PartStruct(block.code, count, address(panels), address(self._scale))
+        out, places = torch.empty(count, self.inputs), torch.arange(count)
+        library.unpack_rows(ctypes.byref(part), self.inputs, address(places), count, address(out))
+        return out
 
 
 def check_kind(entry: TensorEntry) -> BlockFormat:
