@@ -100,7 +100,7 @@ SIGNATURES = {
     "residual_mlp": "pppnpp",
     "whole_layer": "pppnpppp",
     "finish_layer": "ppppnpppp",
-    "all_layers": "pnppnpp",
+    "all_layers": "pnppnppp",
     "normalize_tokens": "ppnnp",
 }
 TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "": None}
