@@ -245,30 +245,25 @@ class RowsOfFile:
         """scale: multiplies all weights, see `BlockPart.scale`."""
         self.outputs, self.inputs = entry.shape
         self._entry, self._library, self._scale = entry, library, scale
+        self._block, self._row_bytes = check_kind(entry), cast(int, entry.row_bytes)
         self._stream, self._lock = entry.file.open("rb", buffering=0), Lock()
         finalize(self, self._stream.close)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        block, row_numbers = self._entry.block, outputs.tolist()
-        assert block is not None
+        row_numbers, size, library = outputs.tolist(), self._row_bytes, self._library
         if row_numbers and not (min(row_numbers) >= 0 and max(row_numbers) < self.outputs):
             raise IndexError(f"rows from {min(row_numbers)} to {max(row_numbers)}; allowed: 0 to {self.outputs - 1}")
-        row_bytes = cast(int, self._entry.row_bytes)
-        read = bytearray(len(row_numbers) * row_bytes)
-        target = memoryview(read)
+        rows, count = list[bytes](), len(row_numbers)
         with self._lock:
-            for index, row in enumerate(row_numbers):
-                self._stream.seek(self._entry.start + row * row_bytes)
-                if self._stream.readinto(target[index * row_bytes : (index + 1) * row_bytes]) != row_bytes:
-                    raise ends_within(self._entry)
-        count, library = len(row_numbers), self._library
-        rows, panels = (
-            numpy.frombuffer(read, numpy.uint8),
-            SmallPages().take(panels_size(block, (count, self.inputs), library)),
-        )
-        if not library.pack_panels(block.code, rows.ctypes.data, count, self.inputs, address(panels), 1):
+            for row in row_numbers:
+                self._stream.seek(self._entry.start + row * size)
+                rows.append(self._stream.read(size))
+        if any(len(row) < size for row in rows):
+            raise ends_within(self._entry)
+        panels = SmallPages().take(panels_size(self._block, (count, self.inputs), library))
+        if not library.pack_panels(self._block.code, b"".join(rows), count, self.inputs, address(panels), 1):
             raise not_finite(self._entry)
-        part = PartStruct(block.code, count, address(panels), address(self._scale))
+        part = PartStruct(self._block.code, count, address(panels), address(self._scale))
         out, places = torch.empty(count, self.inputs), torch.arange(count)
         library.unpack_rows(ctypes.byref(part), self.inputs, address(places), count, address(out))
         return out
