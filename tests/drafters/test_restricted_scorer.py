@@ -61,17 +61,26 @@ def scored(logits: Tensor) -> set[int]:
 def test_a_row_is_scored_over_frequent_tokens_its_end_tokens_and_those_of_its_text() -> None:
     restricted, unrestricted = scorer(), Session(HFBackend(fresh("llama", seed=1)))
     unrestricted.reserve(2, 400)
-    rows = [row([3, 40, 50, 4]), row([5, 59, 45, 45, 6, 7], 1)]
+    rows = [row([3, 40, 50, 4]), row([5, 59, 45, 45, 6, 40, 7], 1)]
     logits, no_draft = logits_of(restricted, rows), torch.empty(2, 0, dtype=torch.int64)
     expected = unrestricted.score(rows, no_draft, [0, 0])
     frequent = {*range(FIRST), END}
-    scored_tokens = [frequent | {40, 50}, frequent | {59, 45}]
+    scored_tokens = [frequent | {40, 50}, frequent | {59, 45, 40}]
     for i in range(2):
         assert scored(logits[i]) == scored_tokens[i]
         places = sorted(scored_tokens[i])
         torch.testing.assert_close(logits[i, places], expected[i, 0, places])
     rows[0].commit([33])
     assert scored(logits_of(restricted, rows[:1])[0]) == scored_tokens[0] | {33}
+
+
+@torch.inference_mode()
+def test_scores_of_a_text_with_all_tokens_are_those_of_each_token() -> None:
+    restricted, unrestricted = scorer(), Session(HFBackend(fresh("llama", seed=1)))
+    unrestricted.reserve(1, 400)
+    rows = [row(list(range(VOCAB))[::-1])]
+    expected = unrestricted.score(rows, torch.empty(1, 0, dtype=torch.int64), [0])[:, 0]
+    torch.testing.assert_close(logits_of(restricted, rows), expected)
 
 
 @torch.inference_mode()

@@ -165,10 +165,8 @@ class ModelDrafter:
         while (place := steps) < max(ends, default=0):
             steps += 1
             logits = self.session.score(rows, tokens[:, :place], [place] * len(rows), keep=1)
-            token_ids = self.session.token_ids
-            if token_ids is None or sampled or sampler.changes_logits:
-                logits, token_ids = self._fit(logits), None
-            scores = logits.to(sampler.device)
+            token_ids = None if sampled or sampler.changes_logits else self.session.token_ids
+            scores = (self._fit(logits) if token_ids is None else logits).to(sampler.device)
             if not sampler.plain:
                 scores = sampler.scores(scores, tokens[:, :place].to(sampler.device), first=place)
                 ends = _before_dead_ends(rows, scores[:, 0], ends, place)
@@ -265,10 +263,11 @@ class ModelDrafter:
 
     def _fit(self, logits: Tensor) -> Tensor:
         """[..., V] of the target's vocabulary: tokens that the draft model cannot propose are impossible."""
-        token_ids = self.session.token_ids
+        if self.session.token_ids is not None:
+            return all_scores(logits, self.session.token_ids, self.vocab_size)
         extra = self.vocab_size - logits.shape[-1]
-        if token_ids is not None or extra <= 0:
-            return all_scores(logits, token_ids, self.vocab_size)
+        if extra <= 0:
+            return logits[..., : self.vocab_size]
         return torch.nn.functional.pad(logits, (0, extra), value=float("-inf"))
 
 

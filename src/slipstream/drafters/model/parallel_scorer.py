@@ -40,10 +40,6 @@ class ParallelScorer(DraftScorer):
         # the logits of the last forward, and which token of the draft they begin with
         self._first, self._logits = 0, torch.empty(0, 0, 0)
 
-    @property
-    def token_ids(self) -> Tensor | None:
-        return self.session.token_ids
-
     def begin(self, width: int) -> int:
         self._num_tokens = min(width, self.longest)
         return self._num_tokens
@@ -58,6 +54,7 @@ class ParallelScorer(DraftScorer):
             inputs = torch.cat([draft, draft.new_full((len(rows), masks), self.mask_token)], 1)
             longer = [length + masks for length in lengths]
             self._first, self._logits = drafted, self.session.score(rows, inputs, longer, keep=scored)
+            self.token_ids = self.session.token_ids
             self.session.keep_drafts(lengths)  # the mask tokens in the cache are no text
         place = drafted - self._first
         logits = self._logits[:, place : place + 1]

@@ -58,11 +58,6 @@ class RestrictedScorer(DraftScorer):
         self._rows: WeakKeyDictionary[Row, _Vocabulary] = WeakKeyDictionary()
         self._batch: _Batch | None = None  # of the last call
         self._all_ids = torch.arange(head.out_features, device=self.backend.device)  # overwritten after the first
-        self._num_scored = head.out_features
-
-    @property
-    def token_ids(self) -> Tensor | None:
-        return None if self._num_scored == self.head.out_features else self._all_ids[: self._num_scored]
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits of the frequent tokens and of the rows' other tokens, or of all if a row is scored whole."""
@@ -71,7 +66,7 @@ class RestrictedScorer(DraftScorer):
             vocabulary.needs_all_tokens(len(row.tokens)) for vocabulary, row in zip(vocabularies, rows, strict=True)
         ]
         if any(is_whole):
-            self._num_scored = self.head.out_features
+            self.token_ids = None
             logits = self.session.score(rows, draft, lengths, keep)
             return logits if all(is_whole) else self._mask_unknown(logits, vocabularies, is_whole)
         batch, first = self._batch_of(vocabularies), self.head.num_first
@@ -79,7 +74,7 @@ class RestrictedScorer(DraftScorer):
             logits = self.session.score(rows, draft, lengths, keep)
         if batch.unknown is not None:
             logits[..., first:].masked_fill_(batch.unknown, float("-inf"))
-        self._num_scored = logits.shape[-1]
+        self.token_ids = self._all_ids[: logits.shape[-1]]
         return logits
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
