@@ -25,7 +25,7 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.sampling.sampler import Sampler
 from tests.support.markers import mostly_exhaustive, subcases
 from tests.support.plain_texts import drafted_as_plain
-from tests.support.tiny_models import VOCAB, fresh, perturbed, prompts, shared
+from tests.support.tiny_models import VOCAB, fresh, perturbed, prompts, shared, tokenizer
 
 CPU, FIRST, END = torch.device("cpu"), 32, 60
 HOT = SamplingParams(temperature=1.5, max_tokens=500)
@@ -169,6 +169,17 @@ def test_the_text_is_that_of_plain_decoding(folder: Path, acceptance: str, tempe
     params = [SamplingParams(temperature=temperature, max_tokens=30, seed=seed) for seed in range(3)]
     results = drafted_as_plain(decoder, texts, params)
     assert sum(r.stats.num_accepted_tokens for r in results) > 10
+
+
+def test_a_part_beyond_the_targets_vocabulary_is_the_whole_vocabulary(tmp_path: Path) -> None:
+    """Models of one family pad their vocabularies to different sizes."""
+    fresh("llama", seed=1, vocab_size=2 * VOCAB).save_pretrained(tmp_path)
+    options: dict[str, Any] = {"drafter": "model", "draft_vocabulary": VOCAB + 1, "num_draft_tokens": 3}
+    texts: dict[str, Any] = {"tokenizer": tokenizer(), "draft_tokenizer": tokenizer()}
+    decoder = SpeculativeDecoder(shared("llama"), str(tmp_path), dtype="auto", **options, **texts)
+    assert decoder.draft is not None and decoder.draft.restricted is not None
+    assert decoder.draft.restricted.num_first > VOCAB
+    drafted_as_plain(decoder, prompts([5]), [SamplingParams(temperature=0.0, max_tokens=10, logit_bias={5: 0.5})])
 
 
 def test_auto_restricts_large_vocabularies_whose_weights_are_tied(monkeypatch: pytest.MonkeyPatch) -> None:
