@@ -44,8 +44,7 @@ class _Batch:
     """The tokens that are scored for some rows besides the frequent ones."""
 
     weights: list[Tensor]  # of the rows' vocabularies
-    tokens: Tensor  # [N]
-    chosen: ChosenRows
+    chosen: ChosenRows  # of N tokens
     unknown: Tensor | None  # [B, 1, N], True for tokens that are not of the row's vocabulary; None for a single row
 
 
@@ -110,17 +109,17 @@ class RestrictedScorer(DraftScorer):
         """The union of vocabularies; also writes its tokens to `_all_ids`."""
         weights = [vocabulary.chosen.weight for vocabulary in vocabularies]
         if self._batch is None or list(map(id, self._batch.weights)) != list(map(id, weights)):
-            tokens, unknown = vocabularies[0].tokens, None
-            chosen = _concatenated([vocabulary.chosen for vocabulary in vocabularies])
+            tokens, chosen, unknown = vocabularies[0].tokens, vocabularies[0].chosen, None
             if len(vocabularies) > 1:
                 each = [vocabulary.tokens for vocabulary in vocabularies]
                 tokens, places = torch.unique(torch.cat(each), return_inverse=True)
                 order = torch.empty_like(tokens).index_copy_(0, places, torch.arange(len(places)).to(places))
+                chosen = _concatenated([vocabulary.chosen for vocabulary in vocabularies])
                 chosen = ChosenRows(chosen.weight[order], None if chosen.bias is None else chosen.bias[order])
                 unknown = torch.ones(len(each), 1, len(tokens), dtype=torch.bool, device=tokens.device)
                 for line, own in zip(unknown, places.split(list(map(len, each))), strict=True):
                     line[:, own] = False
-            self._batch = _Batch(weights, tokens, chosen, unknown)
+            self._batch = _Batch(weights, chosen, unknown)
             self._all_ids[self.head.num_first :][: len(tokens)] = tokens
         return self._batch
 
