@@ -11,8 +11,8 @@ positions in every arm, Hugging Face's assisted generation included.
 Such texts hardly depend on the KV cache. Logits of random tokens are therefore compared too, with embeddings so small
 that they do depend on it, and so are a token's bits in forwards of all widths and numbers of rows.
 
-Arms: "eager" is transformers' forward; "graphed" is that forward captured in CUDA graphs; "libraries" is captured with
-Triton kernels, but with PyTorch's products; "fused" has kernels for everything, as with `fast=True`.
+Arms: "eager" is transformers' forward; "graphed" is that forward captured in CUDA graphs; "kernels" is computed by
+Triton kernels and captured, as by default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -41,16 +41,16 @@ from gpu_arms import (
     Setting,
     agreeing_widths,
     build,
+    by_kernels,
     compare_logits,
     fixed_order,
-    fused,
     hf_arm,
     slipstream_arm,
-    with_library_products,
 )
 from gpu_products import compare_products
 from terminal import Count, JsonFile, run, save
 
+from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate.parity import first_difference, last_logits
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
@@ -58,10 +58,12 @@ from slipstream.models.weights.model_files import quiet
 from slipstream.reproducibility.timing import wait_for_device
 
 TIE = 0.02  # of the largest logit
-PROMPTS = 8
+BATCH = 8
+PROMPTS = 32
+WIDTHS = 16  # of forwards in which each token must have the bits that it has alone
 STAGES = ("draft", "verify", "accept", "overhead")
-KINDS = ("eager", "graphed", "libraries", "fused")
-CALIBRATED = ("graphed", "fused")
+KINDS = ("eager", "graphed", "kernels")
+CALIBRATED = ("graphed", "kernels")
 SETTING = ("device", "torch", "transformers", "num_draft_tokens", "max_tokens", "prompt_tokens")
 
 
@@ -94,10 +96,8 @@ def main(
         result |= measured_before(json_file, result)
     backends: dict[str, Any] = {
         kind: (make(setting.target), make(setting.draft))
-        for kind, make in (("eager", HFBackend), ("graphed", GraphedBackend))
+        for kind, make in (("eager", HFBackend), ("graphed", GraphedBackend), ("kernels", by_kernels))
     }
-    backends["fused"] = fused(setting.faster_target), fused(setting.faster_draft)
-    backends["libraries"] = with_library_products(setting.faster_target), with_library_products(setting.faster_draft)
 
     def part(name: str, measured: Callable[[], Any]) -> None:
         """Measure a part unless an earlier run has; print it and save the result so far."""
@@ -106,11 +106,12 @@ def main(
             save(json_file, result)
         print(f"{name}: {result['parts'][name]}")
 
-    for rows in map(str, batches or (1, 2 if small else PROMPTS)):
+    for rows in map(str, batches or (1, 2 if small else BATCH)):
         if rows not in result["batches"]:
             result["batches"][rows] = measure(setting, backends, int(rows), repeats, result)
             save(json_file, result)
         print_against_limits(result, rows)
+    part("auto against plain", lambda: by_decoder(setting, (1, 2 if small else BATCH)))
     part("tokens with the bits that they have alone", lambda: fixed_orders(setting, backends, small))
     part("products, GB/s", lambda: compare_products((setting.target, setting.draft), small))
     part("logits of random tokens against eager", lambda: compare_logits(setting, backends))
@@ -118,7 +119,7 @@ def main(
         "graphs",
         lambda: {
             f"{kind} {which}": str(backend.graph_memory())
-            for kind in ("graphed", "libraries", "fused")
+            for kind in CALIBRATED
             for which, backend in zip(("target", "draft"), backends[kind], strict=True)
         },
     )
@@ -136,11 +137,34 @@ def measured_before(file: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def fixed_orders(setting: Setting, backends: dict[str, Any], small: bool) -> dict[str, dict[str, int]]:
-    """`fixed_order` of the target with all kernels, and as a negative control with PyTorch's products."""
+    """`fixed_order` of the target by kernels, and as a negative control by transformers."""
     return {
-        kind: fixed_order(backends[kind][0], setting.prompts[: 2 if small else PROMPTS], 3 if small else 16)
-        for kind in ("fused", "libraries")
+        kind: fixed_order(backends[kind][0], setting.prompts[: 2 if small else PROMPTS], 3 if small else WIDTHS)
+        for kind in ("kernels", "graphed")
     }
+
+
+def by_decoder(setting: Setting, batches: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Tokens per second of a decoder with its own choice of drafts and without drafts, and whether texts are equal.
+
+    Each runs once to learn what drafts bring, then once more.
+    """
+    params, results = SamplingParams(max_tokens=setting.max_tokens), dict[str, dict[str, Any]]()
+    with SpeculativeDecoder(setting.target, setting.draft, max_batch_size=max(batches)) as decoder:
+        for rows in batches:
+            texts = {}
+            for drafter in ("none", "auto"):
+                drafting = decoder.using(drafter, num_draft_tokens="auto")
+                for _ in range(2):
+                    wait_for_device(setting.device)
+                    started = perf_counter()
+                    texts[drafter] = [result.token_ids for result in drafting.generate(setting.prompts[:rows], params)]
+                    wait_for_device(setting.device)
+                    seconds = perf_counter() - started
+                speeds = results.setdefault(f"{rows} texts", {})
+                speeds[drafter] = round(rows * setting.max_tokens / seconds, 1)
+            results[f"{rows} texts"]["identical"] = texts["none"] == texts["auto"]
+    return results
 
 
 def print_against_limits(result: dict[str, Any], rows: str) -> None:
@@ -161,11 +185,11 @@ def print_against_limits(result: dict[str, Any], rows: str) -> None:
 def prepare(small: bool, device: torch.device, length: int, tokens: int, count: int, acceptance: float) -> Setting:
     """Build the models, prompts of random tokens, and the positions at which drafts will be wrong."""
     shapes = (TINY_TARGET | TINY, TINY_DRAFT | TINY) if small else (TARGET | SHARED, DRAFT | SHARED)
-    target, draft, faster_target, faster_draft = (build(shape, device) for shape in (*shapes, *shapes))
+    target, draft = (build(shape, device) for shape in shapes)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, target.config.vocab_size, (PROMPTS, length), generator=generator).tolist()
     wrong = (torch.rand(PROMPTS, length + tokens + 64, generator=generator) >= acceptance).to(device)
-    return Setting(target, draft, faster_target, faster_draft, prompts, wrong, tokens, count)
+    return Setting(target, draft, prompts, wrong, tokens, count)
 
 
 def bandwidth(device: torch.device, size: int) -> float:

@@ -19,10 +19,8 @@ from slipstream.core.session import Session
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.model import ModelDrafter
-from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
-from slipstream.models.cuda.triton_layer import TritonOps
-from slipstream.models.decoder.fused_layer import is_fused
-from slipstream.models.decoder.fused_linear import fuse
+from slipstream.errors import SlipstreamError
+from slipstream.models.cuda.graph_backend import GraphedBackend, use_kernels
 from slipstream.models.hf.trials import OwnLogits
 from slipstream.reproducibility.calibration import calibrate
 from slipstream.reproducibility.timing import wait_for_device
@@ -45,8 +43,6 @@ class Setting:
 
     target: Any
     draft: Any
-    faster_target: Any  # a copy whose layers `fused` replaces
-    faster_draft: Any  # the same of the draft model
     prompts: list[list[int]]
     wrong: Tensor  # [rows, positions], true where a draft token is replaced by a wrong one
     max_tokens: int
@@ -86,22 +82,13 @@ def build(shape: dict[str, int], device: torch.device) -> Any:
     return model
 
 
-def fused(model: Any) -> GraphedBackend:
-    """A captured backend with joint products and, on a GPU, Triton kernels, as `fast=True` makes it."""
-    fuse(model)
+def by_kernels(model: Any) -> GraphedBackend:
+    """A captured backend that computes by Triton kernels, as `fast="auto"` makes it; without a GPU by transformers."""
     backend = GraphedBackend(model)
-    make_graphs_faster(backend, OwnLogits(backend.eager))
+    reason = use_kernels(backend, OwnLogits(backend.eager), may_join=True)
+    if backend.device.type == "cuda" and reason is not None:
+        raise SlipstreamError(f"the kernels are not used: {reason}")
     return backend
-
-
-def with_library_products(model: Any) -> GraphedBackend:
-    """A backend of a model that was `fused`, but with PyTorch's products. That of `fused` is unchanged."""
-    for forward in (module.__dict__["forward"] for module in model.modules() if is_fused(module)):
-        if isinstance(forward.ops, TritonOps):
-            forward.ops = TritonOps(forward.plain)
-            for product in forward.ops.products:
-                product.has_kernel = False
-    return GraphedBackend(model)
 
 
 @dataclass
@@ -259,23 +246,21 @@ def compare_logits(setting: Setting, backends: dict[str, Any]) -> dict[str, dict
 
     of_other_contexts: how much the logits change with another row's prompt, as they would by a mistake in the KV cache.
     """
-    embeddings = [model.get_input_embeddings().weight for model in (setting.target, setting.faster_target)]
+    embedding = setting.target.get_input_embeddings().weight
     with torch.no_grad():
-        for embedding in embeddings:
-            embedding.mul_(FAINT)
+        embedding.mul_(FAINT)
         try:
             kinds = [kind for kind in backends if kind != "eager"]
             return {kind: _compare(setting, (backends["eager"][0], backends[kind][0])) for kind in kinds}
         finally:
-            for embedding in embeddings:
-                embedding.div_(FAINT)
+            embedding.div_(FAINT)
 
 
 def _compare(setting: Setting, pair: Sequence[Any]) -> dict[str, float]:
     worst, agree, positions = 0.0, 0, 0
     generator = torch.Generator().manual_seed(2)
     for backend in pair:
-        backend.reserve(8, len(setting.prompts[0]) + 64)
+        backend.reserve(len(setting.prompts), len(setting.prompts[0]) + 64)
         for slot, prompt in enumerate(setting.prompts):
             backend.forward(torch.tensor([prompt], device=setting.device), [0], first_slot=slot, logits=False)
     for rows, width in _shapes():

@@ -1,4 +1,7 @@
-"""How fast does the kernel of matrix products read its weights: with the tiles in use, with others, and in PyTorch?"""
+"""How fast does the kernel of matrix products read its weights: with the tiles in use, with others, and in PyTorch?
+
+Weights are bfloat16, or blocks of a GGUF file, which take fewer bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.cpu.structs import BY_NAME
 from slipstream.models.cuda import triton_layer
+from slipstream.models.cuda.stored_weights import KINDS, StoredLinear, Weight
 from slipstream.models.cuda.triton_layer import COLUMNS, Product, Tile
 
 TOKENS = (1, 8, 16, 64, 256)
+TOKENS_OF_BLOCKS = (1, 8)  # fewer, since each type of blocks is compiled for each tile
 OTHER_TILES = {  # for up to 16 tokens; tiles do not change a product's bits
     "32 columns": Tile(1, 16, 32, 4, 4),
     "128 columns": Tile(1, 16, 128, 4, 3),
@@ -46,11 +52,18 @@ def compare_products(models: Sequence[Any], small: bool) -> dict[str, dict[str, 
 def _speeds(inner: int, outputs: int) -> dict[str, float]:
     size = 2 * inner * outputs
     layers = [_layer(inner, outputs) for _ in range(max(2, -(-TURNING_BYTES // size)))]
-    products, speeds = [Product(layer) for layer in layers], {}
+    products, speeds = [Product([layer]) for layer in layers], {}
     for tokens in TOKENS:
         x = torch.randn(tokens, inner, dtype=torch.bfloat16, device="cuda")
         speeds[f"{tokens} libraries"] = _gigabytes(layers, x, size)
         speeds[f"{tokens} kernel"] = _gigabytes(products, x, size)
+    for kind in KINDS:
+        block = BY_NAME[kind]
+        row_bytes = inner // block.size * block.bytes
+        stored = [Product([_stored(kind, outputs, row_bytes, inner)]) for _ in layers]
+        for tokens in TOKENS_OF_BLOCKS:
+            x = torch.randn(tokens, inner, dtype=torch.bfloat16, device="cuda")
+            speeds[f"{tokens} {kind}"] = _gigabytes(stored, x, outputs * row_bytes)
     x, tiles = torch.randn(1, inner, dtype=torch.bfloat16, device="cuda"), dict(triton_layer.TILES)
     for name, tile in OTHER_TILES.items():
         triton_layer.TILES[16] = tile
@@ -64,6 +77,12 @@ def _speeds(inner: int, outputs: int) -> dict[str, float]:
 def _layer(inner: int, outputs: int) -> nn.Linear:
     layer = nn.Linear(inner, outputs, bias=False, dtype=torch.bfloat16, device="cuda")
     return layer.requires_grad_(False)
+
+
+def _stored(kind: str, outputs: int, row_bytes: int, inner: int) -> StoredLinear:
+    """Blocks of random bytes, low enough that their scales are finite."""
+    data = torch.randint(0, 60, (outputs, row_bytes), dtype=torch.uint8, device="cuda")
+    return StoredLinear([Weight(data, inner, kind)], None)
 
 
 def _gigabytes(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor, size: int) -> float:

@@ -232,6 +232,7 @@ class RecordedDraftModel(RecordedModel):
 
     begin = DraftScorer.begin
     acceptance = DraftScorer.acceptance
+    token_ids = None  # it scores the whole vocabulary
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """[B, 1, V] logits with the probabilities recorded at this step, uniform where nothing was recorded."""

@@ -64,7 +64,8 @@ class DecoderConfig:
     )
     device: str = setting("auto", "auto | cpu | cuda | cuda:N")
     fast: bool | str = setting(
-        "auto", "auto | true | false: packed weights on CPU, graphs on CUDA; there true also replaces layers by kernels"
+        "auto",
+        "auto | true | false: packed weights on CPU, kernels and graphs on CUDA; true refuses where there are none",
     )
     reproducible: bool | str = setting("auto", "auto | true | false: forwards keep to a fixed set of shapes")
     max_batch_size: int = setting(8, "rows decoded together")

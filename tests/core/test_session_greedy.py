@@ -19,7 +19,6 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.errors import UsageError
 from slipstream.models import pretrained as loading
 from slipstream.models.cuda.graph_backend import GraphedBackend
-from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.loaded import LoadOptions
 from slipstream.sampling.sampler import Sampler
@@ -145,19 +144,31 @@ def test_fast_on_a_gpu_means_captured_graphs_or_a_refusal() -> None:
         loading._is_captured(OnCuda(model), True)
 
 
-def test_fast_replaces_layers_whichever_decoder_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_is_captured", lambda model, fast: fast is True)
+@pytest.mark.parametrize("fast", ["auto", True])
+def test_captured_models_are_computed_by_kernels_or_say_why_not(
+    fast: bool | str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[bool] = []
+
+    def refuse(backend: Any, own_logits: Any, *, may_join: bool) -> str:
+        calls.append(may_join)
+        return f"out of luck with {fast}"  # each message is logged once
+
+    monkeypatch.setattr(loading, "_is_captured", lambda model, fast: fast is not False)
     monkeypatch.setattr(loading, "_packed", lambda model, fast: None)
+    monkeypatch.setattr(loading, "use_kernels", refuse)
     model, text = fresh("llama"), prompts((9,))[0]
-    settings: list[dict[str, Any]] = [{"fast": fast, "reproducible": False} for fast in (False, True, True)]
     texts = []
-    for options in settings:
-        decoder = SpeculativeDecoder(model, drafter="none", **options)
-        backend: Any = decoder.target.backend
-        assert isinstance(backend, GraphedBackend) == any(map(is_fused, backend.model.modules())) == options["fast"]
-        assert not any(map(is_fused, model.modules()))
+    for setting in (False, fast):
+        decoder = SpeculativeDecoder(model, drafter="none", fast=setting, reproducible=False)
+        assert isinstance(decoder.target.backend, GraphedBackend) == (setting is not False)
         texts.append(decoder.generate(text, GREEDY).token_ids)
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
+    assert calls == [False]  # a caller's weights stay where they are
+    assert (
+        f"LlamaForCausalLM runs transformers' own forward, captured as CUDA graphs: out of luck with {fast}"
+        in caplog.text
+    )
 
 
 @pytest.mark.slow

@@ -20,14 +20,14 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.model.restricted_scorer import STRAYS, WINDOW, RestrictedScorer
 from slipstream.models import draft_vocabulary
 from slipstream.models.draft_vocabulary import Restriction, restricted_head
+from slipstream.models.heads.network import all_scores
 from slipstream.models.hf.backend import HFBackend
 from slipstream.sampling.sampler import Sampler
 from tests.support.markers import mostly_exhaustive, subcases
 from tests.support.plain_texts import drafted_as_plain
-from tests.support.tiny_models import VOCAB, fresh, perturbed, prompts, shared
+from tests.support.tiny_models import VOCAB, fresh, perturbed, prompts, shared, tokenizer
 
 CPU, FIRST, END = torch.device("cpu"), 32, 60
-NO_DRAFT = torch.empty(1, 0, dtype=torch.int64)
 HOT = SamplingParams(temperature=1.5, max_tokens=500)
 
 
@@ -46,6 +46,13 @@ def row(tokens: list[int], index: int = 0, params: SamplingParams = HOT) -> Row:
     return Row(index, list(tokens), params, seed=index, end_ids=frozenset({END}))
 
 
+def logits_of(restricted: RestrictedScorer, rows: list[Row]) -> Tensor:
+    """[B, V] the logits of all tokens after these rows."""
+    no_draft = torch.empty(len(rows), 0, dtype=torch.int64)
+    logits = restricted.score(rows, no_draft, [0] * len(rows))[:, 0]
+    return all_scores(logits, restricted.token_ids, VOCAB)
+
+
 def scored(logits: Tensor) -> set[int]:
     return set(torch.isfinite(logits).nonzero().flatten().tolist())
 
@@ -54,31 +61,39 @@ def scored(logits: Tensor) -> set[int]:
 def test_a_row_is_scored_over_frequent_tokens_its_end_tokens_and_those_of_its_text() -> None:
     restricted, unrestricted = scorer(), Session(HFBackend(fresh("llama", seed=1)))
     unrestricted.reserve(2, 400)
-    rows = [row([3, 40, 50, 4]), row([5, 59, 45, 45, 6, 7], 1)]
-    no_draft = torch.empty(2, 0, dtype=torch.int64)
-    logits, expected = restricted.score(rows, no_draft, [0, 0]), unrestricted.score(rows, no_draft, [0, 0])
+    rows = [row([3, 40, 50, 4]), row([5, 59, 45, 45, 6, 40, 7], 1)]
+    logits, no_draft = logits_of(restricted, rows), torch.empty(2, 0, dtype=torch.int64)
+    expected = unrestricted.score(rows, no_draft, [0, 0])
     frequent = {*range(FIRST), END}
-    scored_tokens = [frequent | {40, 50}, frequent | {59, 45}]
+    scored_tokens = [frequent | {40, 50}, frequent | {59, 45, 40}]
     for i in range(2):
-        assert scored(logits[i, 0]) == scored_tokens[i]
+        assert scored(logits[i]) == scored_tokens[i]
         places = sorted(scored_tokens[i])
-        torch.testing.assert_close(logits[i, 0, places], expected[i, 0, places].float())
+        torch.testing.assert_close(logits[i, places], expected[i, 0, places])
     rows[0].commit([33])
-    assert scored(restricted.score(rows[:1], NO_DRAFT, [0])[0, 0]) == scored_tokens[0] | {33}
+    assert scored(logits_of(restricted, rows[:1])[0]) == scored_tokens[0] | {33}
+
+
+@torch.inference_mode()
+def test_scores_of_a_text_with_all_tokens_are_those_of_each_token() -> None:
+    restricted, unrestricted = scorer(), Session(HFBackend(fresh("llama", seed=1)))
+    unrestricted.reserve(1, 400)
+    rows = [row(list(range(VOCAB))[::-1])]
+    expected = unrestricted.score(rows, torch.empty(1, 0, dtype=torch.int64), [0])[:, 0]
+    torch.testing.assert_close(logits_of(restricted, rows), expected)
 
 
 @torch.inference_mode()
 def test_a_row_that_often_leaves_its_part_is_scored_over_the_whole_vocabulary() -> None:
     restricted, rows = scorer(), [row([3, 4]), row([3, 5], 1)]
-    no_draft = torch.empty(2, 0, dtype=torch.int64)
     rows[0].commit(range(40, 40 + STRAYS - 1))
-    assert len(scored(restricted.score(rows, no_draft, [0, 0])[0, 0])) < VOCAB
+    assert len(scored(logits_of(restricted, rows)[0])) < VOCAB
     rows[0].commit([55])
-    logits = restricted.score(rows, no_draft, [0, 0])
-    assert scored(logits[0, 0]) == set(range(VOCAB)) and scored(logits[1, 0]) == {*range(FIRST), END}
-    assert scored(restricted.score(rows[:1], NO_DRAFT, [0])[0, 0]) == set(range(VOCAB))
+    logits = logits_of(restricted, rows)
+    assert scored(logits[0]) == set(range(VOCAB)) and scored(logits[1]) == {*range(FIRST), END}
+    assert scored(logits_of(restricted, rows[:1])[0]) == set(range(VOCAB))
     rows[0].commit([3] * WINDOW)
-    assert scored(restricted.score(rows[:1], NO_DRAFT, [0])[0, 0]) == {*range(FIRST), END, *range(40, 43), 55}
+    assert scored(logits_of(restricted, rows[:1])[0]) == {*range(FIRST), END, *range(40, 43), 55}
 
 
 @torch.inference_mode()
@@ -154,6 +169,17 @@ def test_the_text_is_that_of_plain_decoding(folder: Path, acceptance: str, tempe
     params = [SamplingParams(temperature=temperature, max_tokens=30, seed=seed) for seed in range(3)]
     results = drafted_as_plain(decoder, texts, params)
     assert sum(r.stats.num_accepted_tokens for r in results) > 10
+
+
+def test_a_part_beyond_the_targets_vocabulary_is_the_whole_vocabulary(tmp_path: Path) -> None:
+    """Models of one family pad their vocabularies to different sizes."""
+    fresh("llama", seed=1, vocab_size=2 * VOCAB).save_pretrained(tmp_path)
+    options: dict[str, Any] = {"drafter": "model", "draft_vocabulary": VOCAB + 1, "num_draft_tokens": 3}
+    texts: dict[str, Any] = {"tokenizer": tokenizer(), "draft_tokenizer": tokenizer()}
+    decoder = SpeculativeDecoder(shared("llama"), str(tmp_path), dtype="auto", **options, **texts)
+    assert decoder.draft is not None and decoder.draft.restricted is not None
+    assert decoder.draft.restricted.num_first > VOCAB
+    drafted_as_plain(decoder, prompts([5]), [SamplingParams(temperature=0.0, max_tokens=10, logit_bias={5: 0.5})])
 
 
 def test_auto_restricts_large_vocabularies_whose_weights_are_tied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DecoderConfig
-from slipstream.core.interfaces import PartialVocabulary
 from slipstream.core.types import Row
 from slipstream.models.heads.network import all_scores
 from slipstream.sampling.params import SamplingParams
@@ -38,11 +37,9 @@ def step_logits(pair: ModelPair, text: Sequence[int], steps: int, draft: Sequenc
     pair.target_session.score([row], torch.empty(1, 0, dtype=torch.int64), [0])
     row.tokens.append(text[-1])
     drafted, logits = torch.zeros(1, 0, dtype=torch.int64), []
-    backend = scorer.backend
-    token_ids = backend.token_ids if isinstance(backend, PartialVocabulary) else None
     for step in range(steps):
         scored = scorer.score([row], drafted, [step], keep=1)[0, -1]
-        logits.append(all_scores(scored, token_ids, backend.vocab_size).clone())
+        logits.append(all_scores(scored, scorer.token_ids, scorer.backend.vocab_size).clone())
         token = logits[-1].argmax() if draft is None or step >= len(draft) else torch.tensor(draft[step])
         drafted = torch.cat([drafted, token[None, None]], 1)
     scorer.keep_drafts([0])

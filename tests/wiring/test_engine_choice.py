@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.config import DecoderConfig
 from slipstream.core.types import Row
 from slipstream.models.cpu import compiled_race
 from slipstream.models.cpu.block_linear import block_linears
+from slipstream.models.cuda.captured_race import CapturedRace
 from slipstream.wiring.engine_choice import EngineChoice, choose_engine, name_of
 from slipstream.wiring.model_pair import ModelPair
 from tests.support.gguf_files import write_chat_model
@@ -93,6 +97,14 @@ def test_the_planner_asks_the_draft_models_session_what_it_has_read() -> None:
     reader.reserve(1, 8)
     reader.read_ahead({0: row}, 8)
     assert planner.has_cached(row)  # type: ignore[attr-defined]
+
+
+def test_draws_on_a_gpu_are_captured_unless_fast_is_off() -> None:
+    on_gpu = SimpleNamespace(target=SimpleNamespace(backend=SimpleNamespace(device=torch.device("cuda")), model=None))
+    for fast, is_captured in (("auto", True), (True, True), (False, False)):
+        choice = choice_of(fast=fast)
+        assert choice._race() is not CapturedRace
+        assert (replace(choice, models=on_gpu)._race() is CapturedRace) == is_captured  # type: ignore[arg-type]
 
 
 def test_a_quantized_file_needs_no_kernels_for_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ class DraftScorer(Protocol):
     """A draft model and its KV cache: the part of `Session` that drafters use."""
 
     backend: Backend
+    token_ids: Tensor | None = None  # [N] the tokens of the logits that `score` returned last; None for all
 
     def begin(self, width: int) -> int:
         """Prepare for a draft of `width` tokens; returns the most tokens that it may have."""

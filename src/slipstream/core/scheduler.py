@@ -15,7 +15,7 @@ from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
 PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
-IDLE_BUDGETS = 8  # budgets that a step reads while no row is being decoded, but others may come
+IDLE_BUDGETS = 2  # budgets that a step reads while no row is being decoded, but others may come
 QUICK_SHARE = 4  # every other step begins with a row that lacks at most a quarter of the tokens the first row lacks
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import match
-from slipstream.core.interfaces import Backend, DraftScorer, GreedyRounds
+from slipstream.core.interfaces import Backend, DraftScorer, GreedyRounds, PartialVocabulary
 from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes, SlotState, SlotTable, in_order
 from slipstream.core.rng import argmax
 from slipstream.core.trees import TreeForwards, TreeSegment, chain_lengths, segments_of
@@ -41,6 +41,7 @@ class Session(DraftScorer):
         self.backend, self.table = backend, SlotTable(backend, shapes, shows_images)
         self.layout = Rectangle() if layout is None else layout
         self._trees = backend if isinstance(backend, TreeForwards) else None
+        self.token_ids = backend.token_ids if isinstance(backend, PartialVocabulary) else None
 
     @property
     def shapes(self) -> Shapes:

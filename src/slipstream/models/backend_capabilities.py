@@ -67,6 +67,14 @@ class Releasing(Protocol):
 
 
 @runtime_checkable
+class PreparedForwards(Protocol):
+    """Optional capability of a backend: it can do at load what the first forwards of each shape would wait for."""
+
+    def prepare(self, rows: int) -> None:
+        """Prepare forwards of up to `rows` rows; what is cached is lost."""
+
+
+@runtime_checkable
 class HiddenStates(Protocol):
     """Optional capability: a backend that keeps hidden states next to the KV cache, for draft heads.
 

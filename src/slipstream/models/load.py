@@ -48,7 +48,10 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
             if PLAN not in options.extra:
                 quantized = load_in_blocks(str(source), options, reads_tokenizer=tokenizer is None)
             if quantized is not None and isinstance(quantized.model, PlannedModel):
-                return load_planned(str(source), options, tokenizer, quantized)
+                planned = load_planned(str(source), options, tokenizer, quantized)
+                if planned is not None:
+                    return planned
+                quantized = None
             from slipstream.models.pretrained import load_pretrained
 
             return load_pretrained(str(source), options, tokenizer, quantized)

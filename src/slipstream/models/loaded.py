@@ -58,10 +58,9 @@ class Loaded:
 class LoadOptions:
     """How to load models.
 
-    fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or refuses with the reason
-    why it cannot; "auto" packs the weights of models that Slipstream loads itself, and captures graphs; False does
-    neither. quantize: "int4" and "int8" quantize a draft model's weights or refuse; "auto" uses int4 where that is
-    faster and `fast` allows it.
+    fast: True packs CPU weights and on CUDA captures graphs, or refuses with the reason why it cannot; "auto" packs the
+    weights of models that Slipstream loads itself, and captures graphs; False does neither. quantize: "int4"
+    and "int8" quantize a draft model's weights or refuse; "auto" uses int4 where that is faster and `fast` allows it.
     """
 
     dtype: str = "auto"

@@ -16,20 +16,25 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import use_compiled_ops
 from slipstream.models.hf.trials import OwnLogits, a_few_logits, check_logits, passed_trials
 from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.notices import warn_slower
 from slipstream.models.quantized_models import QuantizedModel
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 
 
-def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: QuantizedModel) -> Loaded:
-    """Prepare a planned model. quantized: the model, with the weights of `source`."""
+def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: QuantizedModel) -> Loaded | None:
+    """Prepare a planned model; None if it must be unpacked. quantized: the model, with the weights of `source`."""
     model: PlannedModel = quantized.model
+    if model.device.type == "cuda":
+        return _load_on_gpu(source, options, tokenizer, quantized)
     separate_threads()
     wrapped = quantized.tokenizer if tokenizer is None else HFTokenizer(tokenizer)
     restriction = Restriction(model, options.vocabulary, None)
     backend = HFBackend(model, model.new_cache())
-    backend.ragged = backend.cache.states is None
     passed = passed_trials(source, quantized.folder, model, options, "in blocks")
     use_compiled_ops(backend, model.plan, model.fused_layers(), OwnLogits(backend, passed))
+    # modules that mix tokens need the same number of them in each row
+    attends = backend.stack is not None or all(layer.mixer is None for layer in model.plan.layers)
+    backend.ragged = attends and backend.cache.states is None
     if backend.stack is None:
         check_logits(a_few_logits(backend))  # of PyTorch's operators, which no trial has checked
     fingerprint = _fingerprint(backend, model)
@@ -37,6 +42,24 @@ def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: Q
     ends = end_ids(model, backend.vocab_size)
     arithmetic = arithmetic_of(model)
     return Loaded(backend, source, ends, wrapped, model, True, fingerprint, head, arithmetic, source)
+
+
+def _load_on_gpu(source: str, options: LoadOptions, tokenizer: Any, quantized: QuantizedModel) -> Loaded | None:
+    """`load_planned` on a GPU, where kernels compute with the blocks."""
+    from slipstream.models.cuda.graph_backend import GraphedBackend, use_kernels
+
+    model = quantized.model
+    wrapped = quantized.tokenizer if tokenizer is None else HFTokenizer(tokenizer)
+    restriction = Restriction(model, options.vocabulary, None)
+    backend = GraphedBackend(model)
+    own_logits = OwnLogits(backend.eager, passed_trials(source, quantized.folder, model, options, "stored"))
+    if (reason := use_kernels(backend, own_logits, model.plan)) is not None:
+        warn_slower(f"{source} is unpacked to bfloat16: {reason}")
+        return None
+    restriction.apply(by_position=False)
+    fingerprint = f"{model.config.model_type} stored in blocks {model.dtype} graphed by kernels"
+    ends = end_ids(model, backend.vocab_size)
+    return Loaded(backend, source, ends, wrapped, model, True, fingerprint, source=source)
 
 
 def _fingerprint(backend: HFBackend, model: PlannedModel) -> str:

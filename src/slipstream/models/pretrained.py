@@ -30,10 +30,9 @@ from slipstream.models.cpu.quantized_linear import (
 )
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
-from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
+from slipstream.models.cuda.graph_backend import GraphedBackend, use_kernels
 from slipstream.models.cuda.graph_store import why_not_captured
 from slipstream.models.cuda.indexed_cache import WIDTHS
-from slipstream.models.cuda.triton_layer import uses_kernels
 from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.decoder.fused_linear import called_by_none, fuse, linear_calls
 from slipstream.models.decoder.recurrent_mixers import order_outputs, recurrent_layers
@@ -90,8 +89,7 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     name, packed = model.config._name_or_path or type(model).__name__, convert is not None
     ends, fingerprint = end_ids(model, backend.vocab_size), _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
-    replaced = isinstance(backend, GraphedBackend) and options.fast is True
-    if packed or replaced or head is not None or recurrent_layers(model):
+    if packed or head is not None or recurrent_layers(model):
         view.note_copies()
     vision = vision_of(None, backend, options)
     return Loaded(backend, name, ends, wrapped, owned, packed, fingerprint, head, view=view, vision=vision)
@@ -117,9 +115,9 @@ def _backend(
     """The backend that runs a model.
 
     convert: makes the replacement of each linear layer; None if they stay plain, or a file's blocks have replaced them
-    already. owned: the caller's model, if `model` is a view of it. On CUDA forwards are captured as graphs unless
-    `fast` is False; True also replaces layers. A model whose state cannot be written by position runs on caches of its
-    own.
+    already. owned: the caller's model, if `model` is a view of it. On CUDA, unless `fast` is False, forwards are
+    computed by Triton kernels, or else by transformers, and captured as graphs. A model whose state cannot be written
+    by position runs on caches of its own.
     """
     if getattr(model.config.get_text_config(), "num_hidden_layers", None) == 0:
         raise UsageError(f"model {type(model).__name__} has num_hidden_layers=0; allowed: at least one layer")
@@ -131,8 +129,6 @@ def _backend(
         _convert(model, convert)
     elif fast is not False and owned is None and model.device.type == "cpu":
         convert_experts(model)  # also where linear layers stay, as in some float16 models
-    elif captured and fast is True:
-        fuse(model)
     if reason is None:
         graphed = GraphedBackend(model) if captured else None
         backend = HFBackend(model) if graphed is None else graphed.eager
@@ -143,10 +139,10 @@ def _backend(
             own_logits.passed.add(trial)
             if owned is not None:
                 _TRIED.add(owned)
-            if graphed is not None and fast is True:
-                make_graphs_faster(graphed, own_logits)
-            elif runs_kernels:
+            if runs_kernels:
                 make_faster(backend, own_logits)
+            elif graphed is not None and (why := use_kernels(graphed, own_logits, may_join=owned is None)) is not None:
+                warn_slower(f"{type(model).__name__} runs transformers' own forward, captured as CUDA graphs: {why}")
             return graphed or backend
     if captured and fast is True:
         raise _cannot_be_captured(model, reason)
@@ -278,8 +274,7 @@ def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
 def _fingerprint(backend: AnyBackend, packed: bool) -> str:
     model, kind = backend.model, "packed" if packed else "plain"
     if isinstance(backend, GraphedBackend):
-        order = " of one order" if backend.shape_independent else ""
-        kind = f"graphed at {WIDTHS}{' by kernels' if uses_kernels(model) else ''}{order}"
+        kind = f"graphed at {WIDTHS}{' by kernels' if backend.shape_independent else ''}"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
     experts = experts_of(model)

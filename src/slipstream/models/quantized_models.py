@@ -46,7 +46,8 @@ from slipstream.models.weights.gguf_configuration import (
 )
 from slipstream.models.weights.gguf_conversion import check_memory
 from slipstream.models.weights.gguf_file import GGUFHeader, read_header
-from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, RowsOfFile, check_kind, check_single
+from slipstream.models.weights.gguf_packing import PackedAhead, begun
+from slipstream.models.weights.gguf_tensors import GGUFTensors, RowsOfFile, check_kind, check_single
 from slipstream.models.weights.model_files import is_gguf, not_loaded
 from slipstream.models.weights.quantized_checkpoint import (
     MODELOPT_FILE,
@@ -112,9 +113,14 @@ def load_in_blocks(source: str, options: LoadOptions, *, reads_tokenizer: bool =
     """
     is_required = options.activations != "auto"
     quantized = GGUFFile(source, options, reads_tokenizer) if is_gguf(source) else checkpoint_of(source, options)
+    on_gpu = device_named(options.device).type == "cuda"
     reason = "it is neither a GGUF file nor quantized" if quantized is None else _why_not_in_blocks(options)
+    if reason is None and on_gpu and is_required:
+        reason = "it runs on a GPU"
     if quantized is not None and reason is None:
         try:
+            if on_gpu:
+                return quantized.on_gpu()
             return quantized.in_blocks(options.activations if is_required else "int8")
         except NotInBlocksError as error:
             reason = str(error)
@@ -141,9 +147,7 @@ def _why_not_in_blocks(options: LoadOptions) -> str | None:
     if options.for_reader:
         return f"load_options {', '.join(options.for_reader)} are for transformers' reader"
     device = options.device
-    if device == "auto" and torch.cuda.is_available():
-        return "it is unpacked for the GPU"
-    return None if device in ("auto", "cpu") else f"device={device!r}"
+    return None if device == "auto" or device.startswith(("cpu", "cuda")) else f"device={device!r}"
 
 
 class GGUFFile:
@@ -163,7 +167,8 @@ class GGUFFile:
 
     def in_blocks(self, activations: str) -> QuantizedModel:
         """Raises `NotInBlocksError` where the model must be unpacked."""
-        header = read_header(self.file)
+        early = begun(self.file)
+        header = read_header(self.file) if early is None else early.header
         header.check_model()
         settings_of(header)  # refuses unsupported files before reading anything large
         try:
@@ -172,7 +177,8 @@ class GGUFFile:
             if kinds == {"BF16"}:  # unpacked weights are compressed to 12 bits
                 raise NotInBlocksError("its matrices are bfloat16 numbers, not blocks", rounds=False)
             check_single(header)
-            with PackedAhead(header, block_kernels()) as ahead:
+            with early or PackedAhead(header, block_kernels()) as ahead:
+                ahead.use_threads()
                 folder, tokenizer = described(header), None
                 if self._reads_tokenizer:
                     tokenizer = load_tokenizer(self._source, str(folder), self._options)
@@ -181,6 +187,26 @@ class GGUFFile:
         except NotInBlocksError as error:
             check_memory(header, torch.bfloat16, str(error))
             raise
+
+    def on_gpu(self) -> QuantizedModel:
+        """The model on a GPU, computed from the file's blocks. Raises `NotInBlocksError` where it must be unpacked."""
+        from slipstream.models.cuda.stored_weights import fill_on_gpu
+        from slipstream.models.cuda.triton_layer import why_not_computed
+
+        header = read_header(self.file)
+        header.check_model()
+        settings_of(header)
+        folder = described(header)
+        model = planned_model(described_settings(header, folder))
+        if model is None:
+            raise NotInBlocksError(f"on a GPU, blocks of {header.architecture!r} are not computed with")
+        if (reason := why_not_computed(model.plan)) is not None:
+            raise NotInBlocksError(f"on a GPU: {reason}")
+        tensors = GGUFTensors(header)
+        fill_on_gpu(model, tensors, device_named(self._options.device), torch.bfloat16)
+        tensors.check_unused()
+        tokenizer = load_tokenizer(self._source, str(folder), self._options) if self._reads_tokenizer else None
+        return QuantizedModel(str(folder), model.eval(), True, tokenizer)
 
     def unpacked(self, options: LoadOptions) -> QuantizedModel | None:
         """Returns None: `load_model` converts a file that is not in blocks."""
@@ -278,6 +304,10 @@ class _Checkpoint:
     @property
     def name(self) -> str:
         return self.source
+
+    def on_gpu(self) -> QuantizedModel:
+        """Raises `NotInBlocksError`: there, only the blocks of GGUF files are computed with."""
+        raise NotInBlocksError("it runs on a GPU", rounds=False)
 
     def _config(self) -> Any:
         """The configuration of the language model, whatever other parts the checkpoint has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ from slipstream.core.acceptance import Rule, load_rule, rule_for
 from slipstream.core.interfaces import Drafter, Source
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
+from slipstream.core.rng import Race
 from slipstream.core.types import Draft, Traits
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.costs import CostModel
@@ -117,8 +119,17 @@ class EngineChoice:
             traits.has_own_cache,
             # plain decoding drafts nothing, forced or not
             ForcedDrafts(target) if traits.default_length and self.lengths.count != 0 else None,
-            partial(race, in_blocks=models.target.model is not None and bool(block_linears(models.target.model))),
+            self._race(),
         )
+
+    def _race(self) -> Callable[[int, torch.device], Race]:
+        """Makes the source of random draws."""
+        target = self.models.target
+        if target.backend.device.type == "cuda" and self.config.fast is not False:
+            from slipstream.models.cuda.captured_race import CapturedRace
+
+            return CapturedRace
+        return partial(race, in_blocks=target.model is not None and bool(block_linears(target.model)))
 
     def _planner(self) -> Planner:
         """The planner of these models, with the costs that their calibration has measured."""

@@ -24,7 +24,13 @@ from slipstream.drafters.model.parallel_scorer import MOST, ParallelScorer
 from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.backend_capabilities import HiddenStates, LayerSubsets, ParallelDrafts, Releasing
+from slipstream.models.backend_capabilities import (
+    HiddenStates,
+    LayerSubsets,
+    ParallelDrafts,
+    PreparedForwards,
+    Releasing,
+)
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.quantized_linear import rounded_activations
 from slipstream.models.exclusive_use import ExclusiveUse
@@ -107,6 +113,8 @@ class ModelPair:
             target.backend.release()
         session = make_session(target.backend, shapes, shows_images=not isinstance(target.vision, str))
         _attach(draft, session)
+        _prepare(target, config)
+        _prepare(draft, config)
         windowed = _windowed(target, draft_session, bridged, config)
         settings = ModelSettings.of(target)
         pair = cls(target, draft, session, draft_session, calibration, bridged, windowed, settings=settings)
@@ -121,6 +129,7 @@ class ModelPair:
     def _with_loaded_draft(self, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
         session = _draft_session(draft)
         _attach(draft, self.target_session)
+        _prepare(draft, config)
         bridged = _bridged(self.target, draft, session, config)
         windowed = _windowed(self.target, session, bridged, config)
         pair = replace(self, draft=draft, draft_session=session, bridged=bridged, windowed=windowed)
@@ -209,7 +218,9 @@ class ModelPair:
         if self.draft is None or session is None:
             return session
         restricted = self.draft.restricted
-        scorer = session if restricted is None else RestrictedScorer(session, restricted)
+        scorer: DraftScorer = session
+        if restricted is not None and restricted.num_first <= self.target.backend.vocab_size:
+            scorer = RestrictedScorer(session, restricted)
         if isinstance(self.draft.backend, ParallelDrafts):
             return ParallelScorer(scorer, self.draft.backend.mask_token, self.draft.backend)
         mask_token = parallel_mask(self.draft)
@@ -431,6 +442,11 @@ def _attach(draft: Loaded | None, target: Session) -> None:
         target.forget()  # no hidden states were kept of the texts that are cached
 
 
+def _prepare(loaded: Loaded | None, config: DecoderConfig) -> None:
+    if loaded is not None and isinstance(loaded.backend, PreparedForwards):
+        loaded.backend.prepare(config.max_batch_size)
+
+
 def load_options_of(config: DecoderConfig) -> LoadOptions:
     """Options with which the target is loaded."""
     of_target = {"activations": config.activations, "rounding": config.quantize}  # not of its draft model
@@ -503,7 +519,8 @@ def _warn_of_size(target: Loaded, draft: Loaded) -> None:
 def _bytes_per_weight(loaded: Loaded) -> float:
     model = loaded.model if loaded.view is None else loaded.view.model
     if parts := [part for linear in block_linears(model) for part in linear.parts]:
-        return sum(part.outputs * part.row_bytes for part in parts) / sum(part.outputs * part.inputs for part in parts)
+        num_bytes = sum(part.outputs * part.block.row_bytes(part.inputs) for part in parts)
+        return num_bytes / sum(part.outputs * part.inputs for part in parts)
     dtype: torch.dtype = model.dtype
     return dtype.itemsize / (1 if rounded_activations(model) is None else QUANTIZED)
 

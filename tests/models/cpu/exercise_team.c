@@ -34,6 +34,8 @@ static void meet(const struct member *me, void *of) {
 
 static void count(int64_t item, void *of) { ((_Atomic int *)of)[item]++; }
 
+static void note_thread(int64_t item, void *of) { ((pthread_t *)of)[item] = pthread_self(); }
+
 static _Atomic int64_t most_met;
 
 static void *call(void *times) {
@@ -45,6 +47,9 @@ static void *call(void *times) {
         _Atomic int items[ITEMS] = {0};
         for_each(ITEMS, i % 2, count, items);
         for (int k = 0; k < ITEMS; k++) wrong += items[k] != 1;
+        pthread_t of_single_item;
+        for_each(1, 1, note_thread, &of_single_item); /* needs no other thread */
+        wrong += !pthread_equal(of_single_item, pthread_self());
     }
     return NULL;
 }

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.models.backend_capabilities import RowSegment
 from slipstream.models.cpu.compiled_layers import LayerStack
@@ -42,6 +43,46 @@ def test_a_token_has_the_same_bits_in_every_forward(name: str) -> None:
     assert torch.equal(ragged[1:], whole)
     kept = backend.answer(tokens, 0, slot=0, columns=torch.tensor([2, 7]))[0]
     assert torch.equal(kept, whole[[2, 7]])
+
+
+class Operators(TorchDispatchMode):
+    """Counts PyTorch's operators."""
+
+    num_called = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_called += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_forward_of_one_token_takes_few_operators_of_pytorch() -> None:
+    """While weights stream through the processor's caches, each operator takes tens of microseconds."""
+    backend = stacked("llama")
+    backend.reserve(1, 64)
+    token = torch.ones(1, 1, dtype=torch.int64)
+    backend.forward(token, [0], first_slot=0, logits=True)
+    with Operators() as operators:
+        backend.forward(token, [1], first_slot=0, logits=True)
+    assert operators.num_called <= 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kept_hidden_states_enter_and_leave_the_layers_as_in_the_models_own_forward(name: str) -> None:
+    backend, plain = stacked(name), HFBackend(stacked(name).model)
+    layers = [0, 1, backend.num_layers]
+    tokens = torch.randint(0, backend.vocab_size, (1, 9), generator=torch.Generator().manual_seed(5))
+    kept = []
+    for runner in (backend, plain):
+        runner.reserve(1, 16)
+        runner.forward(tokens[:, :4], [0], first_slot=0, logits=True)  # before any are kept
+        runner.keep_hidden_states(layers)
+        runner.forward(tokens[:, :6], [0], first_slot=0, logits=False)
+        runner.forward(tokens[:, 6:], [6], first_slot=0, logits=True)
+        states = runner.hidden_states(layers, 0, 0, 9)
+        assert states is not None
+        kept.append(states)
+    assert backend.stack is not None and plain.stack is None
+    assert torch.equal(*kept)
 
 
 def test_the_cache_can_grow_and_be_released() -> None:

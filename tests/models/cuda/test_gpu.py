@@ -14,7 +14,9 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate.parity import TieJudge
 from slipstream.models.backend_capabilities import is_shape_independent
 from slipstream.models.cuda.graph_backend import GraphedBackend
-from slipstream.models.cuda.triton_layer import uses_kernels
+from slipstream.models.cuda.indexed_cache import Buffer
+from slipstream.models.cuda.stored_weights import KINDS, StoredLinear
+from tests.support.gguf_files import write_chat_model
 from tests.support.tiny_models import ARCHITECTURES, fresh, prompts, shared, tokenizer
 
 DEVICE = "cuda"
@@ -45,7 +47,7 @@ SEEDED = [
 ]
 
 
-BY_KERNELS = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+BY_KERNELS = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3")
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}  # heads that the kernels take
 
 
@@ -89,7 +91,7 @@ def test_no_drafter_changes_a_text(name: str, fast: bool, reproducible: bool | s
     plain = plain_decoder(name, torch.float32, fast, max_batch_size=4, reproducible=reproducible)
     assert isinstance(plain.target.backend, GraphedBackend) == fast
     if fast and name in BY_KERNELS:
-        assert uses_kernels(plain.target.backend.model) and is_shape_independent(plain.target.backend)
+        assert is_shape_independent(plain.target.backend)
     for params in (GREEDY, SEEDED):
         expected = one_by_one(plain, PROMPTS, params)
         assert texts(plain, PROMPTS, params) == expected
@@ -138,15 +140,16 @@ def test_with_slipstreams_kernels_no_drafter_changes_a_text_in_any_dtype(name: s
             assert texts(plain.using(drafter, num_draft_tokens=length), PROMPTS, params) == expected, (drafter, length)
 
 
-def test_a_model_given_by_the_caller_is_captured_unchanged() -> None:
+def test_a_model_given_by_the_caller_is_computed_by_kernels_from_its_own_weights() -> None:
     model = on_gpu("llama", torch.bfloat16, fast=False)
-    weights = [weight.clone() for weight in model.parameters()]
+    weights = [(weight.data_ptr(), weight.clone()) for weight in model.parameters()]
     decoder = SpeculativeDecoder(model, drafter="none", tokenizer=tokenizer(), reproducible=False)
     backend = decoder.target.backend
-    assert isinstance(backend, GraphedBackend) and not uses_kernels(backend.model)
+    assert isinstance(backend, GraphedBackend) and is_shape_independent(backend)
     texts(decoder, PROMPTS, GREEDY)
     assert backend.graph_memory().count > 0
-    assert all(map(torch.equal, weights, model.parameters()))
+    for (place, weight), now in zip(weights, model.parameters(), strict=True):
+        assert now.data_ptr() == place and torch.equal(now, weight)
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -208,3 +211,47 @@ def test_a_folder_is_loaded_onto_the_gpu(fast: bool | str, dtype: str, tmp_path:
             == decoder.using("none").generate("abc abc abc", SamplingParams(max_tokens=COUNT)).token_ids
         )
         assert result.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_gguf_file_is_computed_from_its_blocks(kinds: str, tmp_path: Path) -> None:
+    file = write_chat_model(tmp_path / "it.gguf", kinds=kinds)
+    with SpeculativeDecoder(file, file, device="cuda", max_batch_size=4) as decoder:
+        backend = decoder.target.backend
+        stored = [module for module in backend.model.modules() if isinstance(module, StoredLinear)]
+        assert stored and is_shape_independent(backend)
+        plain = decoder.using("none")
+        for params in (GREEDY, SEEDED[:1] * len(PROMPTS)):
+            expected = one_by_one(plain, PROMPTS, params)
+            for drafter, length in (("model", 4), ("suffix", 4), ("auto", "auto")):
+                assert texts(decoder.using(drafter, num_draft_tokens=length), PROMPTS, params) == expected
+
+
+def test_texts_are_the_same_in_all_batches_and_widths() -> None:
+    plain = plain_decoder("qwen3", torch.bfloat16, True, max_batch_size=32, reproducible=True)
+    batch = prompts([3 + 2 * i for i in range(32)], seed=5)
+    params = [SamplingParams(max_tokens=COUNT)] * 32
+    expected = one_by_one(plain, batch, params)
+    for rows in (2, 5, 17, 32):
+        assert texts(plain, batch[:rows], params[:rows]) == expected[:rows]
+    for length in range(1, 16):
+        drafting = plain.using("model", num_draft_tokens=length)
+        assert texts(drafting, batch[:3], params[:3]) == expected[:3], length
+
+
+def test_all_forwards_of_a_batch_are_captured_at_load() -> None:
+    plain = plain_decoder("qwen2", torch.bfloat16, True, max_batch_size=4, reproducible=False)
+    backend: Any = plain.target.backend
+    before = backend.graph_memory().count
+    assert before == 12  # 1, 2 and 4 rows of 1, 2, 4 and 8 tokens
+    texts(plain.using("model", num_draft_tokens=4), PROMPTS, GREEDY)
+    assert backend.graph_memory().count == before
+
+
+def test_values_sent_in_turns_arrive_in_order() -> None:
+    buffer = Buffer((1 << 20,), torch.int64, torch.device(DEVICE))
+    sums = []
+    for turn in range(40):  # many more than there is pinned memory for
+        buffer.fill(torch.full((1 << 20,), turn))
+        sums.append(buffer.values.sum())
+    assert [int(total) >> 20 for total in sums] == list(range(40))

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,10 @@ from torch import Tensor
 from slipstream.core.acceptance import match
 from slipstream.core.trees import segments_of
 from slipstream.core.types import Draft
-from slipstream.models.cuda.graph_backend import MAX_STEPS, GraphedBackend
+from slipstream.models.cuda.graph_backend import POSITIONS_AHEAD, GraphedBackend
 from slipstream.models.cuda.graph_store import REPLAYS, GraphMemory, GraphStore, NoWaiting, Rerun, why_not_captured
 from slipstream.models.cuda.indexed_cache import SPARE, WIDTHS, TreeTable
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import group_queries
-from slipstream.models.hf.trials import later_logits
 from tests.support.fake_cuda_graph import Tape
 from tests.support.graph_cases import MODELS, PROMPT, STARTS, Case
 from tests.support.markers import subcases
@@ -327,20 +326,6 @@ def test_models_that_cannot_be_captured_are_recognized_beforehand(caplog: pytest
     assert "LlamaForCausalLM runs without CUDA graphs: its weights are on several devices" in caplog.text
 
 
-def test_changing_the_attention_captures_a_new_graph() -> None:
-    model = fresh("llama")
-    backend = GraphedBackend(model, Tape())
-    backend.reserve(3, 1024)
-    later_logits(backend.eager)  # grows the cache as the trials will, since growing drops graphs
-    tokens = torch.arange(1, 7)[None]
-    before = [backend.forward(tokens, [0], first_slot=0, logits=True) for _ in range(2)][1]
-    group_queries(backend.eager)
-    after = [backend.forward(tokens, [0], first_slot=0, logits=True) for _ in range(2)][1]
-    assert backend.eager.masks.repeats == 2
-    assert (before - after).abs().max() < 1e-4
-    assert backend.graph_memory().count == 2  # one for each attention
-
-
 def step_by_step(case: Case, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int) -> Tensor:
     """The specification of `draft_greedy`: each row alone, token by token."""
     drafted = []
@@ -367,18 +352,8 @@ def test_draft_greedy_equals_drafting_step_by_step(name: str, captured: bool) ->
         for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
             end = start + count + steps - 1
             assert (eager_contents[:, :, slot, :, :end] - graphed_contents[:, :, slot, :, :end]).abs().max() < 1e-4
-    assert case.tape.captured == (
-        4 if captured else 0
-    )  # the last has the shapes of the second but another vocabulary size
-
-
-def test_long_greedy_drafts_are_made_step_by_step() -> None:
-    case = Case("llama")
-    tokens = case.tokens(1, 1)
-    steps = MAX_STEPS + 1
-    got = case.graphed.draft_greedy(tokens, [PROMPT], [1], steps=steps, vocab_size=VOCAB)
-    assert torch.equal(got, step_by_step(case, tokens, [PROMPT], [1], steps, VOCAB))
-    assert case.tape.captured == 0
+    # (1, 1), (4, 2), (4, 1), (4, 8), (2, 1): steps and the size of the vocabulary need no graphs of their own
+    assert case.tape.captured == (5 if captured else 0)
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -406,6 +381,67 @@ def test_verify_greedy_accepts_the_longest_matching_prefix(captured: bool) -> No
         accepted_counts |= {int(n) for n in expected.accepted}
     assert accepted_counts >= {0, 1, 2, 3}
     assert bool(case.tape.captured) == captured
+
+
+def prepared(rows: int, tape: Tape | None = None, **changes: int) -> GraphedBackend:
+    backend = GraphedBackend(fresh("llama", **changes), tape or Tape())
+    backend.reserve(1, 60)
+    backend.forward(torch.tensor([[3, 4]]), [0], first_slot=0, logits=True)  # as the trials do
+    backend.prepare(rows)
+    return backend
+
+
+def test_forwards_of_a_batch_are_captured_at_load_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[Any] = []
+    run = GraphStore.run
+    monkeypatch.setattr(GraphStore, "run", lambda store, key, body: (keys.append(key), run(store, key, body))[1])
+    tape = Tape()
+    backend = prepared(7, tape)
+    assert [(bucket.rows, bucket.width) for _, bucket in keys] == [
+        (rows, width) for rows in (8, 4, 2, 1) for width in (8, 4, 2, 1)
+    ]
+    assert tape.captured == 16 and backend.graph_memory().count == 16
+    for rows in (1, 3, 7):
+        tokens, starts = torch.ones(rows, 5, dtype=torch.int64), list(range(rows))
+        backend.verify_greedy(tokens, starts, [5] * rows, [4] * rows, width=4)
+        backend.draft_greedy(tokens, starts, [5] * rows, steps=4, vocab_size=VOCAB)
+        backend.forward(tokens, starts, first_slot=0, logits=True)
+    assert tape.captured == 16  # a round captures nothing more
+
+
+def test_texts_grow_within_what_is_reserved_at_load_without_new_captures() -> None:
+    tape = Tape()
+    backend = prepared(2, tape, max_position_embeddings=2 * POSITIONS_AHEAD)
+    moves, captured = backend.cache.moves, tape.captured
+    for length in (100, 2000, POSITIONS_AHEAD - 100):
+        backend.reserve(3, length)  # as many slots as a server takes
+        backend.forward(torch.ones(2, 1, dtype=torch.int64), [9, 5], first_slot=0, logits=True)
+    assert (backend.cache.moves, tape.captured) == (moves, captured)
+    backend.reserve(3, 2 * POSITIONS_AHEAD)
+    assert backend.cache.moves > moves
+
+
+def test_positions_are_reserved_at_load_as_far_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = prepared(1, max_position_embeddings=2 * POSITIONS_AHEAD)
+    backend.device = SimpleNamespace(type="cuda")
+    each = sum(layer.keys[0, :, 0].nbytes + layer.values[0, :, 0].nbytes for layer in backend.cache.layers)
+    for free, positions in ((1 << 40, POSITIONS_AHEAD), (4 * 3 * each * 3000, 2048), (0, 0)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 1 << 40))
+        assert backend._positions_ahead(3) == max(0, positions - SPARE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("rows", "width"), [(40, 5), (33, 8), (4, 32)])
+def test_large_batches_are_captured_too(name: str, rows: int, width: int) -> None:
+    backends = HFBackend(fresh(name)), GraphedBackend(fresh(name), Tape())
+    tokens = torch.randint(3, VOCAB, (rows, width), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for backend in backends:
+        backend.reserve(rows, 64)
+        for _ in range(2):  # memory is allocated by the first
+            logits.append(backend.forward(tokens, [0] * rows, first_slot=0, logits=True))
+    assert backends[1].graph_memory().count == 1
+    assert (logits[1] - logits[3]).abs().max() < 1e-4
 
 
 def test_rerun_replays_by_running_the_body_again() -> None:

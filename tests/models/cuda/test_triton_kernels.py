@@ -1,6 +1,6 @@
 """What Triton compiles the kernels to, for two generations of GPUs; no GPU is needed.
 
-Run in an environment that also has triton 3.6.0, without its interpreter.
+Run in an environment that also has triton, without its interpreter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.models.cuda.stored_weights import KINDS
 from slipstream.models.cuda.triton_layer import (
     CHUNK,
     LARGEST_TILE,
@@ -34,7 +35,14 @@ PRODUCT = re.compile(
     r"mma\.sync\.aligned\.(m\d+n\d+k\d+)\S*\s*\{\s*(%\w+)[^}]*\},\s*\{[^}]*\},\s*\{[^}]*\},\s*\{\s*(%\w+)"
 )
 INPUTS = 128  # per step, in bfloat16
-SIZES = ("inner", "outputs", "size", "slot_stride", "head_stride")  # a launch knows these to be multiples of 16
+SIZES = (
+    "inner",
+    "outputs",
+    "row_size",
+    "size",
+    "slot_stride",
+    "head_stride",
+)  # a launch knows these to be multiples of 16
 SHARED = 99 << 10  # bytes of shared memory that all GPUs have since Ampere
 
 
@@ -59,10 +67,12 @@ def compiled(name: str, types: dict[str, str], constants: dict[str, Any], archit
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
-def product(tile: Tile, architecture: int) -> Any:
-    types = dict.fromkeys(("x", "weight", "bias"), "*bf16") | {"out": "*fp32"}
+def product(tile: Tile, architecture: int, kind: str = "") -> Any:
+    types = dict.fromkeys(("x", "weight", "halves", "bias"), "*bf16") | {"out": "*fp32"}
+    if kind:
+        types |= {"weight": "*u8", "halves": "*fp16"}
     sizes = {"tiles": tile.tiles, "rows": tile.rows, "columns": tile.columns, "step": INPUTS}
-    constants = {"has_bias": True, "is_even": True, "splits": 4, **sizes}
+    constants = {"kind": kind, "has_bias": True, "is_even": True, "splits": 4, **sizes}
     stages = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return compiled("product", types, constants, architecture, **stages)
 
@@ -87,6 +97,18 @@ def test_every_tile_adds_in_the_same_order(tile: Tile, architecture: int) -> Non
     assert len(lengths) * 16 * 8 * tile.num_warps == tile.tiles * tile.rows * tile.columns
     assert "wgmma" not in ptx and "atom." not in ptx
     assert tile.num_stages * tile.columns * INPUTS <= kernel.metadata.shared <= SHARED  # weights are read ahead
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_added_in_the_order_of_numbers_whatever_the_tile(kind: str, architecture: int) -> None:
+    for tile in (TILES[16], LARGEST_TILE):
+        kernel = product(tile, architecture, kind)
+        ptx = kernel.asm["ptx"]
+        assert {shape for shape, _, _ in PRODUCT.findall(ptx)} == {"m16n8k16"}
+        assert set(lengths_of_sums(ptx)) == {INPUTS // 16}
+        assert "wgmma" not in ptx and "atom." not in ptx
+        assert kernel.metadata.shared <= SHARED
 
 
 def test_a_tile_of_more_rows_uses_other_instructions() -> None:
@@ -116,11 +138,12 @@ def test_chains_and_branches_attend_in_the_same_order(architecture: int) -> None
 
 
 FLOATS = ("x", "residual", "summed", "out", "qkv", "cosines", "sines", "queries", "keys", "values", "gate_up")
-NUMBERS = ("eps", "after_eps", "next_eps", "slope", "cubic")
+NUMBERS = ("eps", "offset", "slope", "cubic")
 POINTERS = (
     dict.fromkeys(FLOATS, "*bf16")
     | dict.fromkeys(("slots", "starts", "columns"), "*i64")
-    | dict.fromkeys(("after_weight", "next_weight", "weights", "partial", "leading", "totals"), "*fp32")
+    | dict.fromkeys(("after_weight", "next_weight", "queries_norm", "keys_norm"), "*bf16")
+    | dict.fromkeys(("partial", "leading", "totals"), "*fp32")
     | dict.fromkeys(NUMBERS, "fp32")
 )
 NORMS = {"has_after": True, "has_residual": True, "has_next": True, "rounds_first": True, "block": 4096, "splits": 4}
@@ -129,6 +152,7 @@ OTHERS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "rotate_and_cache": ({"qkv": "*fp32"}, {"splits": 4, "has_norms": True, "rounds_first": False, "half": 64}),
     "combine_chunks": ({}, {"chunk": CHUNK, "together": TOGETHER, "size": 128}),
     "gate": ({"gate_up": "*fp32"}, {"splits": 2, "block": 1024}),
+    "unpack": ({"codes": "*u8", "halves": "*fp16", "rows": "*i64"}, {"kind": "Q4_K", "group": 16, "block": 256}),
 }
 
 

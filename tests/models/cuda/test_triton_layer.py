@@ -1,6 +1,6 @@
 """Layers by Triton kernels compute what the model's own operators do; on a GPU or in Triton's interpreter.
 
-Without a GPU, run in an environment that also has triton 3.6.0 and numpy below 2.4:
+Without a GPU, run in an environment that also has triton:
 
     TRITON_INTERPRET=1 python -m pytest tests/models/cuda/test_triton_layer.py
 """
@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.trees import segments_of
-from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
+from slipstream.models import pretrained
+from slipstream.models.backend_capabilities import is_shape_independent
+from slipstream.models.cuda.graph_backend import GraphedBackend, use_kernels
 from slipstream.models.cuda.graph_store import Rerun
 from slipstream.models.cuda.indexed_cache import IndexedForward
-from slipstream.models.cuda.triton_layer import has_kernels, uses_kernels
-from slipstream.models.decoder.fused_linear import fuse
+from slipstream.models.cuda.triton_layer import has_kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.trials import OwnLogits
-from tests.support.tiny_models import VOCAB, fresh
+from tests.support.tiny_models import VOCAB, fresh, prompts
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -36,20 +37,17 @@ pytestmark = [
 ]
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
-MODELS = ("llama", "qwen2", "qwen3", "gemma3")
+MODELS = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
 PROMPT = 24
 PARENTS = [(-1, 0, 1, 2, 3, 4, 2, 6, 7, -1), (-1,), (-1, -1, -1)]
 
 
-def models(name: str, dtype: torch.dtype = torch.float32) -> tuple[HFBackend, GraphedBackend]:
+def models(name: str, dtype: torch.dtype = torch.float32, *, may_join: bool = True) -> tuple[HFBackend, GraphedBackend]:
     """The same model with its own operators, and with the kernels."""
-    plain, fused = (fresh(name, dtype=dtype, **SIZES).to(DEVICE) for _ in range(2))
-    fuse(fused)
-    graphed = GraphedBackend(fused, Rerun())
-    make_graphs_faster(graphed, OwnLogits(graphed.eager))
-    assert uses_kernels(fused)
-    make_graphs_faster(graphed, OwnLogits(graphed.eager))  # as a second decoder over the same model does
-    assert uses_kernels(fused)
+    plain, computed = (fresh(name, dtype=dtype, **SIZES).to(DEVICE) for _ in range(2))
+    graphed = GraphedBackend(computed, Rerun())
+    assert use_kernels(graphed, OwnLogits(graphed.eager), may_join=may_join) is None
+    assert graphed.shape_independent
     return HFBackend(plain), graphed
 
 
@@ -89,11 +87,70 @@ def test_logits_are_the_models_own(name: str) -> None:
     torch.testing.assert_close(expected, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_with_kernels_can_be_copied() -> None:
-    plain, graphed = models("llama")
-    copied = deepcopy(graphed.model)
-    expected, logits = (model(input_ids=tokens(1, 7), use_cache=False).logits for model in (plain.model, copied))
+def test_weights_that_stay_in_place_give_the_bits_of_joined_ones() -> None:
+    (_, joined), (_, separate) = models("qwen2"), models("qwen2", may_join=False)
+    layers = [backend._bodies.stack.layers[0] for backend in (joined, separate)]
+    assert [len(layer._qkv._parts) for layer in layers] == [1, 3] and [len(x._gate_up._parts) for x in layers] == [1, 2]
+    fill((joined, separate), 1)
+    logits = [backend.forward(tokens(1, 5), [PROMPT], first_slot=0, logits=True) for backend in (joined, separate)]
+    assert torch.equal(*logits)
+
+
+def test_joined_weights_are_the_models_own() -> None:
+    model, expected = (fresh("llama", **SIZES).to(DEVICE) for _ in range(2))
+    model(input_ids=tokens(1, 3), output_hidden_states=True)  # leaves hooks, which change nothing
+    backend = GraphedBackend(model, Rerun())
+    assert use_kernels(backend, OwnLogits(backend.eager), may_join=True) is None
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight.data.zero_()  # in place, as training changes weights
+    layer = backend._bodies.stack.layers[0]
+    keys = layer._qkv(torch.ones(1, 64, device=DEVICE), is_whole=True)[0, attention.q_proj.out_features :]
+    assert not keys[: attention.k_proj.out_features].any() and keys[attention.k_proj.out_features :].any()
+
+
+def test_a_decoder_computes_by_kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(pretrained, "_is_captured", lambda model, fast: fast is not False)
+        monkeypatch.setattr(pretrained, "_packed", lambda model, fast: None)
+    target, draft = (fresh("qwen2", seed, **SIZES).to(DEVICE) for seed in (0, 1))
+    params, text = (
+        [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=0.8, seed=3)],
+        prompts((9,))[0],
+    )
+    texts = []
+    for fast, length in ((False, 0), ("auto", 0), ("auto", 2)):
+        options = {"fast": fast, "num_draft_tokens": length, "reproducible": False, "max_batch_size": 1}
+        decoder = SpeculativeDecoder(target, draft, drafter="model" if length else "none", **options)
+        assert is_shape_independent(decoder.target.backend) == (fast == "auto")
+        texts.append([decoder.generate(text, each).token_ids for each in params])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_subset_of_layers_computes_what_the_models_own_layers_do() -> None:
+    plain, graphed = models("qwen3")
+    fill((plain, graphed), 1)
+    subsets = [backend.layer_subset([0]) for backend in (plain, graphed)]
+    assert subsets[1].shape_independent
+    expected, logits = (backend.forward(tokens(1, 3), [PROMPT], first_slot=0, logits=True) for backend in subsets)
     torch.testing.assert_close(expected, logits, rtol=1e-4, atol=1e-4)
+    whole = graphed.forward(tokens(1, 3), [PROMPT], first_slot=0, logits=True)
+    assert not torch.allclose(whole, logits, rtol=1e-2)
+
+
+@pytest.mark.parametrize("change", ["a hook", "a wrong kernel"])
+def test_a_model_that_the_kernels_would_change_keeps_its_own_forward(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh("llama", **SIZES).to(DEVICE)
+    if change == "a hook":
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+    else:
+        monkeypatch.setattr("slipstream.models.cuda.triton_layer.ACTIVATIONS", {"silu": (1.1, 0.0)})
+    backend = GraphedBackend(model, Rerun())
+    reason = use_kernels(backend, OwnLogits(backend.eager))
+    assert reason is not None and ("hooks" in reason if change == "a hook" else "different results" in reason)
+    assert not backend.shape_independent
 
 
 def test_logits_are_the_models_own_over_several_chunks() -> None:
@@ -112,18 +169,17 @@ def test_logits_are_the_models_own_over_several_chunks() -> None:
 def test_attention_gives_the_same_bits_at_any_width_and_length(dtype: torch.dtype) -> None:
     _, graphed = models("qwen3", dtype)
     fill([graphed], 2)
-    fused = next(module.__dict__["forward"] for module in graphed.model.modules() if "forward" in module.__dict__)
-    ops, generator = fused.ops, torch.Generator().manual_seed(2)
-    sizes = (8, (ops.heads + 2 * ops.key_heads) * ops.size), (2, 8, ops.size)
+    layer, generator = graphed._bodies.stack.layers[0], torch.Generator().manual_seed(2)
+    sizes = (8, (layer.plan.heads + 2 * layer.plan.key_heads) * layer.plan.size), (2, 8, layer.plan.size)
     qkv, rope = (torch.randn(size, generator=generator).to(DEVICE, dtype) for size in sizes)
 
     def attended(width: int, length: int) -> Tensor:
         columns = PROMPT + torch.arange(width, device=DEVICE)[None]
         zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         forward = IndexedForward(zero, zero + PROMPT, columns, columns, length)
-        out = qkv.new_empty(width, ops.heads, ops.size)
+        out = qkv.new_empty(width, layer.plan.heads, layer.plan.size)
         graphed.cache.index(forward)
-        return ops._attend(qkv[:width], out, (rope[0, :width], rope[1, :width]), graphed.cache, fused.plan)
+        return layer._attend(qkv[:width], out, (rope[0, :width], rope[1, :width]), graphed.cache)
 
     whole = attended(8, 512)
     for width, length in [(8, 256), (1, 256), (3, 512), (5, 256)]:
@@ -136,17 +192,18 @@ def test_many_chunks_combine_to_the_same_output_as_few(monkeypatch: pytest.Monke
     _, graphed = models("qwen3")
     graphed.reserve(1, 2400)
     graphed.cache.hold(1, 2400)
-    fused = next(module.__dict__["forward"] for module in graphed.model.modules() if "forward" in module.__dict__)
-    ops, generator = fused.ops, torch.Generator().manual_seed(3)
+    layer, generator = graphed._bodies.stack.layers[0], torch.Generator().manual_seed(3)
     for part in (graphed.cache.layers[0].keys, graphed.cache.layers[0].values):
         part.copy_(torch.randn(part.shape, generator=generator))
-    qkv = torch.randn(2, (ops.heads + 2 * ops.key_heads) * ops.size, generator=generator).to(DEVICE)
-    rope = torch.ones(2, ops.size, device=DEVICE), torch.zeros(2, ops.size, device=DEVICE)
+    qkv = torch.randn(2, (layer.plan.heads + 2 * layer.plan.key_heads) * layer.plan.size, generator=generator).to(
+        DEVICE
+    )
+    rope = torch.ones(2, layer.plan.size, device=DEVICE), torch.zeros(2, layer.plan.size, device=DEVICE)
 
     def attended(start: int) -> Tensor:
         zero, columns = torch.zeros(1, dtype=torch.int64, device=DEVICE), start + torch.arange(2, device=DEVICE)[None]
         graphed.cache.index(IndexedForward(zero, zero + start, columns, columns, 2400))
-        return ops._attend(qkv, qkv.new_empty(2, ops.heads, ops.size), rope, graphed.cache, fused.plan)
+        return layer._attend(qkv, qkv.new_empty(2, layer.plan.heads, layer.plan.size), rope, graphed.cache)
 
     outputs = [attended(start) for start in (2047, 2200)]
     monkeypatch.setattr("slipstream.models.cuda.triton_layer.CHUNK", 1024)

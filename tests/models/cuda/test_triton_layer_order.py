@@ -62,7 +62,7 @@ def test_products_have_the_same_bits_for_any_number_of_tokens(dtype: torch.dtype
     torch.manual_seed(0)
     linear = nn.Linear(INNER, OUTPUTS).to(DEVICE, dtype).requires_grad_(False)
     x = torch.randn(COUNTS[-1], INNER).to(DEVICE, dtype)
-    product = Product(linear)
+    product = Product([linear])
     assert product(x).dim() == 3  # in parts
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(product(x).sum(0).to(dtype), linear(x), **close)
@@ -73,7 +73,7 @@ def test_products_have_the_same_bits_for_any_number_of_tokens(dtype: torch.dtype
 
 def test_a_split_that_depends_on_the_number_of_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    product, x = Product(nn.Linear(INNER, OUTPUTS).to(DEVICE).requires_grad_(False)), torch.randn(130, INNER).to(DEVICE)
+    product, x = Product([nn.Linear(INNER, OUTPUTS).to(DEVICE)]), torch.randn(130, INNER).to(DEVICE)
 
     def careless(x: Tensor) -> Tensor:
         monkeypatch.setattr(triton_layer, "splits_for", lambda *sizes: splits_for(*sizes) // (1 if len(x) > 16 else 2))

@@ -18,6 +18,7 @@ from slipstream.models.cpu import compiled_layers
 from slipstream.models.cpu.processor import ISA, isas_of, processor
 from slipstream.models.decoder.around_layers import layer_inputs
 from slipstream.models.decoder.cache import SlotCache
+from slipstream.models.decoder.planned_model import PlannedModel
 from slipstream.models.decoder.recurrence import RecurrentStates, Segment
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.load import load
@@ -40,10 +41,13 @@ SOME_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_expe
     ("num_experts_per_tok", "top_k_experts"), 3
 )
 NOT_ROUNDED = ("qwen3_next", "int4")  # its layers are called one by one
+FILE = "file"  # in place of a rounding: a GGUF file, whose model is built from its plan
+PLANNED = ("qwen35", "qwen35moe", "gemma4", "gemma4-experts", "gemma4-small")
 PAIRS = [pair for pair in product(HYBRIDS, ("none", "int4")) if pair != NOT_ROUNDED]
+PAIRS += [(name, FILE) for name in PLANNED]
 LENGTH, ROWS, WRONG = 64, 8, 5
 WIDTHS = (2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 32, 33, 48, 63, 64)  # around those for which kernels differ
-TEXTS = torch.randint(3, 320, (ROWS, LENGTH + ROWS), generator=torch.Generator().manual_seed(8))
+TEXTS = torch.randint(3, 250, (ROWS, LENGTH + ROWS), generator=torch.Generator().manual_seed(9))
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,7 +56,7 @@ pytestmark = [
 # each kind of layer is in one of the others
 ALIKE = {
     *("granitemoehybrid", "deepseek_v2", "lfm2_moe", "glm4_moe_lite", "qwen3_5_moe_text", "gemma4_text-small"),
-    *("lfm3", "afmoe"),
+    *("lfm3", "afmoe", "qwen35moe", "gemma4"),
 }
 each_pair = pytest.mark.parametrize(
     ("name", "rounding"), mostly_exhaustive(PAIRS, *(pair for pair in PAIRS if pair[0] not in ALIKE))
@@ -65,7 +69,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hybrids")
     for name in HYBRIDS:
         save_model(name, path / name, **(SOME_EXPERTS if name in MIXTURES else {}))
+    for name in PLANNED:
+        write_file(path / f"{name}.gguf", name)
     return path
+
+
+def write_file(path: Path, name: str) -> None:
+    pytest.importorskip("gguf")
+    case = CASES[name]
+    write_case(path, architecture(name), replace(case, settings=case.settings | FILES[name]), "Q8_0")
 
 
 @cache
@@ -75,8 +87,11 @@ def shared(folder: Path, name: str, rounding: str) -> HFBackend:
 
 
 def stacked(folder: Path, name: str, rounding: str) -> HFBackend:
-    backend = load(str(folder / name), LoadOptions(rounding=rounding)).backend
+    file, rounding = (f"{name}.gguf", "none") if rounding == FILE else (name, rounding)
+    loaded = load(str(folder / file), LoadOptions(rounding=rounding))
+    backend = loaded.backend
     assert isinstance(backend, HFBackend) and backend.stack is not None and backend.shape_independent
+    assert isinstance(loaded.model, PlannedModel) == (file != name)
     backend.reserve(ROWS, 2 * LENGTH)
     return backend
 
@@ -116,7 +131,7 @@ def test_forwards_of_1_to_64_tokens_give_the_same_bits_on_any_number_of_threads(
 ) -> None:
     backend = shared(folder, name, rounding)
     expected = read(backend, 1)
-    for width in range(2, 65) if name == "qwen3_5_text" else WIDTHS:
+    for width in range(2, 65) if name in ("qwen3_5_text", "qwen35") else WIDTHS:
         assert torch.equal(read(backend, width), expected), width
     for threads in (2, 3, 4):
         torch.set_num_threads(threads)
@@ -140,11 +155,13 @@ def kept_a_token_late(segment: Segment) -> Segment:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("change", [not_restored, kept_a_token_late])
-@pytest.mark.parametrize("name", HYBRIDS[1:3])  # a convolution has no state but its latest inputs
+@pytest.mark.parametrize(  # a convolution has no state but its latest inputs
+    ("name", "rounding"), [("qwen3_5_text", "none"), ("granitemoehybrid", "none"), ("qwen35", FILE)]
+)
 def test_a_wrong_state_is_noticed(
-    name: str, change: Callable[[Segment], Segment], folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, rounding: str, change: Callable[[Segment], Segment], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = shared(folder, name, "none")
+    backend = shared(folder, name, rounding)
     expected = read(backend, 1)
 
     def segments(states: RecurrentStates) -> Sequence[Segment]:
@@ -213,11 +230,10 @@ def test_the_layers_that_a_calibration_tries_have_the_same_bits_in_every_forward
     assert all(agrees() for agrees in spot_checks(trials))
 
 
-def test_layers_of_a_plan_are_tried_on_a_cache_that_needs_no_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    case, file = CASES["lfm2"], tmp_path / "model.gguf"
-    write_case(file, "lfm2", replace(case, settings=case.settings | FILES["lfm2"]), "Q8_0")
-    backend = load(str(file), LoadOptions()).backend
+@pytest.mark.parametrize("name", ["lfm2", "qwen35", "gemma4-experts"])
+def test_layers_of_a_plan_are_tried_on_a_cache_that_needs_no_transformers(name: str, tmp_path: Path) -> None:
+    write_file(tmp_path / "model.gguf", name)
+    backend = load(str(tmp_path / "model.gguf"), LoadOptions()).backend
     assert isinstance(backend, HFBackend)
     assert type(backend.separate_subset([0, 1]).cache) is type(backend.cache) is SlotCache
 
@@ -268,9 +284,8 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_gguf_file_is_computed_in_its_blocks_in_one_call(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    case, file = CASES[name], tmp_path / "model.gguf"
-    write_case(file, architecture(name), replace(case, settings=case.settings | FILES[name]), "Q8_0")
+    file = tmp_path / "model.gguf"
+    write_file(file, name)
     header = read_header(file)
     reference = dequantized(header, described(header), torch.float32).eval()
     backend = load(str(file), LoadOptions(activations="int15")).backend

@@ -19,12 +19,15 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.bench.tuning.engine_settings import ENGINE_NAMES
+from slipstream.models import quantized_models
+from slipstream.models.decoder.planned_model import PlannedModel
 from slipstream.models.heads.assistant import AssistantBackend
 from slipstream.models.heads.head_files import trained_kind
 from slipstream.models.hf.backend import HFBackend
 from slipstream.wiring.model_pair import ModelPair
 from tests.support.draft_steps import pair_of, same_logits, step_logits
-from tests.support.markers import mostly_exhaustive, needs_transformers
+from tests.support.gguf_architectures import CASES, write_case
+from tests.support.markers import mostly_exhaustive, needs_avx2, needs_transformers
 from tests.support.plain_texts import alone_and_together, drafted_as_plain
 from tests.support.tiny_models import VOCAB, WINDOW, fresh, prompts, tokenizer
 
@@ -77,14 +80,20 @@ class Pair:
 
 
 def write_pair(
-    folder: Path, *, small: bool = False, ordered: bool = False, dtype: Any = torch.float32, **changes: Any
+    folder: Path,
+    *,
+    small: bool = False,
+    ordered: bool = False,
+    dtype: Any = torch.float32,
+    backbone: int = SHAPE["hidden_size"],
+    **changes: Any,
 ) -> Pair:
-    """A target and an assistant. changes: of the assistant's text configuration."""
+    """A target and an assistant. backbone: hidden size of the latter's target; changes: of its text configuration."""
     pair = Pair(folder / "target", folder / "assistant")
     config = transformers.Gemma4TextConfig(**SHAPE | TARGET | (SMALL if small else {}))
     text_config = transformers.Gemma4TextConfig(**SHAPE | ASSISTANT | changes)
     assistant_config = transformers.Gemma4AssistantConfig(
-        text_config=text_config, backbone_hidden_size=SHAPE["hidden_size"], **ORDERED if ordered else {}
+        text_config=text_config, backbone_hidden_size=backbone, **ORDERED if ordered else {}
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -313,6 +322,30 @@ def test_an_assistant_reads_the_keys_and_values_that_a_target_keeps_in_float16()
     params = SamplingParams(max_tokens=12, ignore_eos=True, logit_bias=FAVORED)
     results = drafted_as_plain(decoder, PROMPTS, params)
     assert sum(result.stats.num_accepted_tokens for result in results) > 5
+
+
+@pytest.mark.slow
+@needs_avx2
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-small"])
+def test_a_target_in_a_gguf_file_drafts_as_transformers_own_model_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    file, case = tmp_path / "model.gguf", CASES[name]
+    config = write_case(file, "gemma4", case, "Q8_0").config
+    shared = ("vocab_size", "num_attention_heads", "head_dim", "sliding_window", "rope_parameters")
+    sizes = {key: getattr(config, key) for key in shared} | {"global_head_dim": case.settings["global_head_dim"]}
+    write_pair(tmp_path / "pair", backbone=config.hidden_size, **sizes)
+    drafted = []
+    for is_planned in (True, False):
+        if not is_planned:
+            monkeypatch.setattr(quantized_models, "planned_model", lambda settings: None)
+        decoder = decoder_of(Pair(file, tmp_path / "pair" / "assistant"), fast="auto", reproducible=False)
+        assert isinstance(decoder.target.model, PlannedModel) == is_planned
+        params = SamplingParams(max_tokens=16, ignore_eos=True)
+        results = drafted_as_plain(decoder, [[5, 9, 70, 71], [100, 7, 33]], params)
+        drafted.append([[round.draft for round in result.rounds] for result in results])
+    assert drafted[0] == drafted[1] and any(any(drafts) for drafts in drafted[0])
 
 
 def test_targets_whose_last_layers_share_keys_run_on_the_slot_cache() -> None:

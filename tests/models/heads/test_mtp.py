@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +20,11 @@ from torch import Tensor
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.session import Session
 from slipstream.models.cpu.quantized_linear import QuantizedLinear
+from slipstream.models.decoder.planned_model import PlannedModel
 from slipstream.models.heads.head_backend import HeadSession
 from slipstream.models.weights.mtp_tensors import mtp_layers, of_another_form
-from tests.support.markers import mostly_exhaustive, needs_transformers
+from tests.support.gguf_architectures import CASES, write_case
+from tests.support.markers import mostly_exhaustive, needs_avx2, needs_transformers
 from tests.support.mtp_cases import LAYOUTS, Transcription, Written, write_copying_target, write_target
 from tests.support.plain_texts import alone_and_together, drafted_as_plain
 from tests.support.tiny_models import fast, prompts
@@ -217,6 +220,30 @@ def test_fast_and_quantized_targets_keep_the_texts_of_plain_decoding(tmp_path: P
         params = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=temperature, seed=5)
         results = drafted_as_plain(decoder, prompts([3, 17, 9]), params)
         assert min(result.stats.acceptance_rate or 0.0 for result in results) > 0.9
+
+
+@needs_avx2
+@pytest.mark.parametrize(("name", "changes", "like"), [("qwen3", {}, 1), ("qwen35", {"head_dim": 128}, 3)])
+def test_layers_for_the_target_in_a_gguf_file_are_read_by_transformers(
+    name: str, changes: dict[str, Any], like: int, tmp_path: Path
+) -> None:
+    """The target itself is built without transformers."""
+    pytest.importorskip("gguf")
+    case, head = CASES[name], tmp_path / "head"
+    model = write_case(tmp_path / "model.gguf", name, replace(case, settings=case.settings | changes), "Q8_0")
+    size, start = model.config.hidden_size, f"model.layers.{like}."
+    block = {key.removeprefix(start): x for key, x in model.state_dict().items() if key.startswith(start)}
+    layer = block | dict.fromkeys(("token_layernorm.weight", "hidden_layernorm.weight"), torch.ones(size))
+    layer |= {"final_layernorm.weight": torch.ones(size), "input_proj.weight": torch.eye(size, 2 * size)}
+    head.mkdir()
+    save_file({f"mtp_layers.0.{key}": x.clone() for key, x in layer.items()}, head / "model.safetensors")
+    (head / "config.json").write_text(json.dumps({"speculators_model_type": "mtp"}))
+    decoder = SpeculativeDecoder(
+        str(tmp_path / "model.gguf"), str(head), drafter="model", num_draft_tokens=3, reproducible=False
+    )
+    assert isinstance(decoder.target.model, PlannedModel)
+    results = drafted_as_plain(decoder, [[5, 9, 70, 71], [100, 7, 33]], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert all(result.stats.num_draft_tokens for result in results)
 
 
 @pytest.mark.parametrize("in_one_call", [True, False])

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.backend_capabilities import Releasing
-from slipstream.models.cpu.huge_pages import ALIGNED, CHUNK, HugePages
+from slipstream.models.cpu.huge_pages import ALIGNED, CHUNK, HugePages, address_in, as_tensor
 from tests.support.tiny_models import fresh, tokenizer
 
 
@@ -15,13 +15,14 @@ def test_parts_of_memory_are_aligned_zeroed_and_do_not_overlap() -> None:
     sizes = [100, 64, 1, 4096, CHUNK // 2, CHUNK // 2, CHUNK + 5, 7]
     parts = [memory.take(size) for size in sizes]
     assert [len(part) for part in parts] == sizes
-    assert all(part.data_ptr() % ALIGNED == 0 and not part[-4096:].any() for part in parts)
+    assert all(address_in(part) % ALIGNED == 0 and not any(part[-4096:]) for part in parts)
+    tensors = [as_tensor(part) for part in parts]
+    for number, tensor in enumerate(tensors):
+        tensor[:4096], tensor[-1] = number + 1, number + 1
     for number, part in enumerate(parts):
-        part[:4096], part[-1] = number + 1, number + 1
-    for number, part in enumerate(parts):
-        assert set(part[:4096].tolist()) | {int(part[-1])} == {number + 1}
-    shared = {part.untyped_storage().data_ptr() for part in parts}
-    assert len(shared) == 4  # small parts share a chunk, and the rest of a chunk is not mapped again
+        assert set(part[:4096]) | {part[-1]} == {number + 1}
+    assert len({id(part.obj) for part in parts}) == 4  # small parts share a chunk, and its rest is not mapped again
+    assert len(as_tensor(memory.take(0))) == 0
 
 
 @pytest.mark.slow

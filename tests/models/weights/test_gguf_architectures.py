@@ -23,7 +23,8 @@ from slipstream.models.weights.gguf_architectures import settings_of
 from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
-from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead
+from slipstream.models.weights.gguf_packing import PackedAhead
+from slipstream.models.weights.gguf_tensors import GGUFTensors
 from tests.support.gguf_architectures import CASES, architecture, is_shifted, write_case
 from tests.support.markers import mostly_slow, needs_avx2
 from tests.support.quantized_files import kl
@@ -267,6 +268,13 @@ def refusal(file: Path) -> str:
         ),
         ("gemma4-small", {"skip": ("embedding_length_per_layer_input",)}, "no gemma4.embedding_length_per_layer_input"),
         ("gemma4-small", {"skip": ("blk.3.inp_gate.weight",)}, "has no tensor 'blk.3.inp_gate.weight'"),
+        (
+            "phi3-longrope",
+            {"rope.dimension_count": 2},
+            "dimension_count is 2; allowed: two for each number of 'rope_fac",
+        ),
+        ("phi3-longrope", {"rope.scaling.original_context_length": 0}, "_length is 0; allowed: a number from 2"),
+        ("phi3-longrope", {"rope.scaling.original_context_length": 1}, "_length is 1; allowed: a number from 2"),
         ("lfm2", {"attention.head_count_kv": [0, 2, 4]}, "allowed: 0 for convolutions"),
         ("llama", {"attention.key_length": 63, "attention.value_length": 63}, "key_length is 63; allowed: an even"),
         ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned is False; allowed: True"),

@@ -19,7 +19,8 @@ from slipstream.models.cpu.structs import FORMATS, BlockFormat
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, read_header
-from slipstream.models.weights.gguf_tensors import PackedAhead, RowReader, RowsOfFile
+from slipstream.models.weights.gguf_packing import PackedAhead
+from slipstream.models.weights.gguf_tensors import RowReader, RowsOfFile
 from tests.support.gguf_files import part_of, random_blocks, write_model
 from tests.support.markers import needs_avx2
 from tests.support.tiny_models import tokenizer

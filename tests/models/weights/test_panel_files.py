@@ -19,9 +19,9 @@ from slipstream.models.cpu.block_experts import experts_of
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.weights import gguf_tensors, panel_files
+from slipstream.models.weights import gguf_packing, panel_files
 from slipstream.models.weights.gguf_file import read_header
-from slipstream.models.weights.gguf_tensors import PackedAhead
+from slipstream.models.weights.gguf_packing import PackedAhead
 from slipstream.models.weights.stored_models import remove_model, stored_models
 from tests.support.gguf_architectures import CASES, architecture, write_case
 from tests.support.markers import needs_avx2
@@ -58,8 +58,8 @@ def run(file: Path) -> tuple[Tensor, Any]:
 def sizes(file: Path) -> dict[str, int]:
     """The bytes of the panels of the matrices that are packed ahead."""
     header = read_header(file)
-    packed = [entry for entry in header.tensors.values() if gguf_tensors._is_packed(header, entry)]
-    return {entry.name: gguf_tensors.packed_size(entry, block_kernels()) for entry in packed}
+    packed = [entry for entry in header.tensors.values() if gguf_packing._is_packed(header, entry)]
+    return {entry.name: entry.packed_size(block_kernels()) for entry in packed}
 
 
 def set_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
@@ -75,7 +75,7 @@ def let_some_experts_fit(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Leave memory for all experts of a layer and a fourth of the other layer's."""
     all_sizes = sizes(file)
     of_experts = sum(size for tensor, size in all_sizes.items() if "_exps." in tensor)
-    set_memory(monkeypatch, (sum(all_sizes.values()) - of_experts * 3 / 8) / gguf_tensors.FILLED)
+    set_memory(monkeypatch, (sum(all_sizes.values()) - of_experts * 3 / 8) / gguf_packing.FILLED)
 
 
 def packed_files() -> list[Path]:

@@ -10,7 +10,7 @@ import select
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -95,9 +95,13 @@ def load_decoder(models: Models, config: DecoderConfig, *, is_announced: bool = 
     if err.is_terminal and not is_announced:
         announce_loading(models)
     quiet()
-    with paused_collection():
-        from slipstream.decoder import SpeculativeDecoder
-    decoder = SpeculativeDecoder(models.target, models.draft, **vars(config))
+    from slipstream.models.weights.gguf_packing import packing_begins
+
+    is_usual = config.dtype == config.device == config.fast == "auto"
+    with packing_begins(models.target) if is_usual else nullcontext():
+        with paused_collection():
+            from slipstream.decoder import SpeculativeDecoder
+        decoder = SpeculativeDecoder(models.target, models.draft, **vars(config))
     if not decoder.lossless:
         warn_lossy(config.acceptance)
     return decoder

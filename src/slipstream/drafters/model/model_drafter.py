@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Drafter, DraftScorer, Extender, PartialVocabulary, Sampler
+from slipstream.core.interfaces import Drafter, DraftScorer, Extender, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Stream, argmax
 from slipstream.core.rounds import MODEL, RowDraft
@@ -145,10 +145,6 @@ class ModelDrafter:
     steps: int = MAX_DRAFT_TOKENS  # most forward passes in a round
     extender: Extender | None = None  # continues chains whose acceptance probabilities are known
 
-    def __post_init__(self) -> None:
-        backend = self.session.backend
-        self._token_ids = backend.token_ids if isinstance(backend, PartialVocabulary) else None
-
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """One forward of the draft model per column; rows that want fewer columns are padded."""
         sampled = not (sampler.all_greedy or self.coupled)
@@ -165,11 +161,11 @@ class ModelDrafter:
                 drafted = drafted.to(sampler.device, non_blocking=True)
                 return Draft(drafted, tuple(ends), steps=width, rows=records)
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=self.session.backend.device)
-        token_ids = None if sampled or sampler.changes_logits else self._token_ids  # of the scores
         chains, distributions, steps = [DraftChain() for _ in rows], list[Tensor](), 0
         while (place := steps) < max(ends, default=0):
             steps += 1
             logits = self.session.score(rows, tokens[:, :place], [place] * len(rows), keep=1)
+            token_ids = None if sampled or sampler.changes_logits else self.session.token_ids
             scores = (self._fit(logits) if token_ids is None else logits).to(sampler.device)
             if not sampler.plain:
                 scores = sampler.scores(scores, tokens[:, :place].to(sampler.device), first=place)
@@ -267,8 +263,8 @@ class ModelDrafter:
 
     def _fit(self, logits: Tensor) -> Tensor:
         """[..., V] of the target's vocabulary: tokens that the draft model cannot propose are impossible."""
-        if self._token_ids is not None:
-            return all_scores(logits, self._token_ids, self.vocab_size)
+        if self.session.token_ids is not None:
+            return all_scores(logits, self.session.token_ids, self.vocab_size)
         extra = self.vocab_size - logits.shape[-1]
         if extra <= 0:
             return logits[..., : self.vocab_size]

@@ -54,6 +54,7 @@ class ParallelScorer(DraftScorer):
             inputs = torch.cat([draft, draft.new_full((len(rows), masks), self.mask_token)], 1)
             longer = [length + masks for length in lengths]
             self._first, self._logits = drafted, self.session.score(rows, inputs, longer, keep=scored)
+            self.token_ids = self.session.token_ids
             self.session.keep_drafts(lengths)  # the mask tokens in the cache are no text
         place = drafted - self._first
         logits = self._logits[:, place : place + 1]

@@ -1,9 +1,9 @@
 """A draft model's session that scores, for each row, only a part of the vocabulary.
 
 That part is the frequent tokens, the row's end tokens and the tokens of its text so far, so it depends on the row's
-committed tokens alone. A row whose text leaves it again and again, in another script perhaps, is scored whole. All
-other tokens have logit -inf, so a draft's distribution covers just the tokens that can be drafted, and every acceptance
-rule stays exact.
+committed tokens alone. A row whose text leaves it again and again, in another script perhaps, is scored whole. Rows of
+a batch are scored together, with logit -inf for tokens of other rows. So a draft's distribution covers just the tokens
+that can be drafted, and every acceptance rule stays exact.
 """
 
 from __future__ import annotations
@@ -39,6 +39,15 @@ class _Vocabulary:
         return len(self.strays) == STRAYS and self.strays[0] >= length - WINDOW
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """The tokens that are scored for some rows besides the frequent ones."""
+
+    weights: list[Tensor]  # of the rows' vocabularies
+    chosen: ChosenRows  # of N tokens
+    unknown: Tensor | None  # [B, 1, N], True for tokens that are not of the row's vocabulary; None for a single row
+
+
 class RestrictedScorer(DraftScorer):
     """A draft model that scores the frequent tokens and those of each row's own text."""
 
@@ -46,20 +55,26 @@ class RestrictedScorer(DraftScorer):
         """head: the output layer of the session's model."""
         self.backend, self.session, self.head = session.backend, session, head
         self._rows: WeakKeyDictionary[Row, _Vocabulary] = WeakKeyDictionary()
-        self._joined: tuple[list[Tensor], ChosenRows] | None = None  # of the rows of the last call
+        self._batch: _Batch | None = None  # of the last call
+        self._all_ids = torch.arange(head.out_features, device=self.backend.device)  # overwritten after the first
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
-        """Float32 logits; -inf for tokens outside a row's vocabulary."""
+        """Logits of the frequent tokens and of the rows' other tokens, or of all if a row is scored whole."""
         vocabularies = [self._vocabulary(row) for row in rows]
         is_whole = [
             vocabulary.needs_all_tokens(len(row.tokens)) for vocabulary, row in zip(vocabularies, rows, strict=True)
         ]
         if any(is_whole):
+            self.token_ids = None
             logits = self.session.score(rows, draft, lengths, keep)
-            return logits.float() if all(is_whole) else self._mask_unknown(logits, vocabularies, is_whole)
-        with self.head.only(self._join_rows(vocabularies)):
+            return logits if all(is_whole) else self._mask_unknown(logits, vocabularies, is_whole)
+        batch, first = self._batch_of(vocabularies), self.head.num_first
+        with self.head.only(batch.chosen):
             logits = self.session.score(rows, draft, lengths, keep)
-        return self._spread(logits, vocabularies)
+        if batch.unknown is not None:
+            logits[..., first:].masked_fill_(batch.unknown, float("-inf"))
+        self.token_ids = self._all_ids[: logits.shape[-1]]
+        return logits
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         self.session.keep_drafts(lengths)
@@ -90,37 +105,32 @@ class RestrictedScorer(DraftScorer):
         vocabulary.tokens = torch.cat([vocabulary.tokens, new])
         vocabulary.chosen = _concatenated([vocabulary.chosen, self.head.chosen(new)])
 
-    def _join_rows(self, vocabularies: Sequence[_Vocabulary]) -> ChosenRows:
-        """The output rows of all vocabularies, one vocabulary after the other."""
-        if len(vocabularies) == 1:
-            return vocabularies[0].chosen
+    def _batch_of(self, vocabularies: Sequence[_Vocabulary]) -> _Batch:
+        """The union of vocabularies; also writes its tokens to `_all_ids`."""
         weights = [vocabulary.chosen.weight for vocabulary in vocabularies]
-        if self._joined is None or list(map(id, self._joined[0])) != list(map(id, weights)):
-            self._joined = weights, _concatenated([vocabulary.chosen for vocabulary in vocabularies])
-        return self._joined[1]
-
-    def _spread(self, logits: Tensor, vocabularies: Sequence[_Vocabulary]) -> Tensor:
-        """Logits [B, J, V] from those of the frequent tokens, followed by those of each row's other tokens in turn."""
-        out = self._all_masked(logits)
-        column = first = self.head.num_first
-        out[..., :first] = logits[..., :first]
-        for i, vocabulary in enumerate(vocabularies):
-            out[i].index_copy_(1, vocabulary.tokens, logits[i, :, column : column + len(vocabulary.tokens)].float())
-            column += len(vocabulary.tokens)
-        return out
+        if self._batch is None or list(map(id, self._batch.weights)) != list(map(id, weights)):
+            tokens, chosen, unknown = vocabularies[0].tokens, vocabularies[0].chosen, None
+            if len(vocabularies) > 1:
+                each = [vocabulary.tokens for vocabulary in vocabularies]
+                tokens, places = torch.unique(torch.cat(each), return_inverse=True)
+                order = torch.empty_like(tokens).index_copy_(0, places, torch.arange(len(places)).to(places))
+                chosen = _concatenated([vocabulary.chosen for vocabulary in vocabularies])
+                chosen = ChosenRows(chosen.weight[order], None if chosen.bias is None else chosen.bias[order])
+                unknown = torch.ones(len(each), 1, len(tokens), dtype=torch.bool, device=tokens.device)
+                for line, own in zip(unknown, places.split(list(map(len, each))), strict=True):
+                    line[:, own] = False
+            self._batch = _Batch(weights, chosen, unknown)
+            self._all_ids[self.head.num_first :][: len(tokens)] = tokens
+        return self._batch
 
     def _mask_unknown(self, logits: Tensor, vocabularies: Sequence[_Vocabulary], is_whole: Sequence[bool]) -> Tensor:
         """Logits of all tokens, with -inf for those outside a row's vocabulary."""
-        out, first = self._all_masked(logits), self.head.num_first
-        out[..., :first] = logits[..., :first]
-        for i, (vocabulary, scored_whole) in enumerate(zip(vocabularies, is_whole, strict=True)):
-            kept = slice(None) if scored_whole else vocabulary.tokens
-            out[i][:, kept] = logits[i][:, kept].float()
-        return out
-
-    def _all_masked(self, logits: Tensor) -> Tensor:
-        shape = *logits.shape[:2], self.head.out_features
-        return torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
+        for line, vocabulary, scored_whole in zip(logits, vocabularies, is_whole, strict=True):
+            if not scored_whole:
+                kept = line[:, vocabulary.tokens]
+                line[:, self.head.num_first :] = float("-inf")
+                line[:, vocabulary.tokens] = kept
+        return logits
 
 
 def _concatenated(parts: Sequence[ChosenRows]) -> ChosenRows:

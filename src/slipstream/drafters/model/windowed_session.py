@@ -40,7 +40,7 @@ class WindowedSession(DraftScorer):
 
     def __init__(self, session: Session, limit: int | None = None) -> None:
         """limit: more than `BEGINNING`; None for what the context holds."""
-        self.backend, self.session = session.backend, session
+        self.backend, self.session, self.token_ids = session.backend, session, session.token_ids
         self.limit = session.backend.max_length if limit is None else limit
         self._parts: WeakKeyDictionary[Row, PartialRow | None] = WeakKeyDictionary()  # None: the whole row is read
 

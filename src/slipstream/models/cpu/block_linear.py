@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.huge_pages import HugePages
+from slipstream.models.cpu.huge_pages import HugePages, Memory, as_tensor
 from slipstream.models.cpu.kernel_libraries import address
-from slipstream.models.cpu.structs import INPUTS, LANES, BlockFormat, BlockLinearStruct, PartStruct
+from slipstream.models.cpu.structs import LANES, BlockFormat, BlockLinearStruct, PartStruct
 
 ACTIVATIONS = {"int8": 1, "int15": 2, "float32": 1}  # planes of signed bytes; floating-point weights ignore them
 PACKED_AT_A_TIME = 1 << 24  # bytes of the file
@@ -33,13 +33,6 @@ class Table(Protocol):
     inputs: int
 
     def rows(self, outputs: Tensor) -> Tensor: ...
-
-
-class Memory(Protocol):
-    """Hands out the memory of panels."""
-
-    def take(self, size: int) -> Tensor:
-        """[size] uint8, aligned to 64 bytes: zeros, or the panels themselves."""
 
 
 class BlockPart:
@@ -63,23 +56,13 @@ class BlockPart:
         self.scale: Tensor | None = None  # [1] float32 that multiplies all weights; None: 1
         self.is_finite = True  # whether all weights from `read` are
         self._panel_bytes: int = library.panel_bytes(block.code, self.inputs)
-        self.data = (memory or HugePages()).take(panels_size(block, shape, library))
+        self.data = as_tensor((memory or HugePages()).take(block.panels_size(shape, library)))
         if read is None:
             return
-        for first, last in self.steps(PACKED_AT_A_TIME):
+        for first, last in block.row_ranges(shape, PACKED_AT_A_TIME):
             rows = read(first, last)
             sizes = len(rows), self.inputs
             self.is_finite &= bool(library.pack_panels(block.code, rows.ctypes.data, *sizes, self.from_row(first), 1))
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row in the file."""
-        return self.inputs // self.block.size * self.block.bytes
-
-    def steps(self, max_bytes: int) -> list[tuple[int, int]]:
-        """Ranges [first, last) of rows, in order: as many whole panels as `max_bytes` allows, at least one."""
-        step = max(max_bytes // self.row_bytes // LANES, 1) * LANES
-        return [(row, min(row + step, self.outputs)) for row in range(0, self.outputs, step)]
 
     def from_row(self, row: int) -> int:
         """The address of the panel that begins with this row. row: a multiple of 16."""
@@ -105,13 +88,6 @@ class BlockPart:
         part = ctypes.byref(self.struct)
         self.library.unpack_rows(part, self.inputs, indices.data_ptr(), len(indices), out.data_ptr())
         return out
-
-
-def panels_size(block: BlockFormat, shape: tuple[int, int], library: Any) -> int:
-    """Bytes of the panels of a matrix [outputs, inputs]."""
-    outputs, inputs = shape
-    panel_bytes: int = library.panel_bytes(block.code, inputs)
-    return -(-outputs // LANES) * panel_bytes
 
 
 class BlockLinear(nn.Module):
@@ -205,8 +181,3 @@ class BlockEmbedding(nn.Module):
 def block_linears(model: nn.Module) -> list[BlockLinear]:
     """The layers of a model that compute with a file's blocks."""
     return [module for module in model.modules() if isinstance(module, BlockLinear)]
-
-
-def fits_blocks(inputs: int, block: BlockFormat) -> bool:
-    """True if rows of this many weights consist of whole blocks."""
-    return inputs % block.size == 0 and inputs % INPUTS == 0

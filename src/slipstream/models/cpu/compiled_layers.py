@@ -309,13 +309,13 @@ class LayerStack:
         self._norm_of_inputs = (
             None if second is None else ops[0].norm(Norm(inner.get_submodule(second.norm), plan.norm))
         )
-        self._structs = (StackedLayerStruct * len(layers))(
+        self._structs = (StackedLayerStruct * (len(layers) + 1))(  # the last one is for what leaves the layers
             *(
                 StackedLayerStruct(layer_ops.address, None, None, None, 0, layer.window or 0, kind, layer.scaling)
                 for layer_ops, layer, kind in zip(ops, plan.layers, which, strict=True)
             )
         )
-        self._cached: list[ReferenceType[Tensor]] = []  # the keys and hidden states whose addresses the structs have
+        self._cached: tuple[ReferenceType[SlotCache], object] | None = None  # whose addresses the structs have
         self._scratch = dict[int, int]()  # by tokens
 
     def logits(
@@ -343,7 +343,13 @@ class LayerStack:
         if keep is None:
             return hidden.new_empty(0)
         kept = hidden if isinstance(keep, int) else hidden[:, keep]
-        return self._plan.finish(self._model.get_output_embeddings()(self._normalized(self._norm, kept)))
+        return self._plan.finish(self._model.get_output_embeddings()(kept))
+
+    def _inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
+        """The layers' numbers from a second embedding; None if there is none."""
+        if self._norm_of_inputs is None:
+            return None
+        return layer_inputs(self._inner, self._plan, tokens, hidden, partial(self._normalized, self._norm_of_inputs))
 
     def _normalized(self, norm: ctypes.Structure, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -352,52 +358,33 @@ class LayerStack:
         self._library.normalize_tokens(*pointers, x.numel() // size, size, normed.data_ptr())
         return normed
 
-    def _inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
-        """The layers' numbers from a second embedding; None if there is none."""
-        if self._norm_of_inputs is None:
-            return None
-        return layer_inputs(self._inner, self._plan, tokens, hidden, partial(self._normalized, self._norm_of_inputs))
-
     def _update_addresses(self, cache: SlotCache, hidden: Tensor) -> bool:
         """Set the addresses of the cache's tensors in the structs; returns whether their type is right."""
-        kept = [index for index in cache.hidden if index < len(self._ops)]
-        stored = [self._stored(cache, layer) for layer in self._plan.layers] + [cache.hidden[i].keys for i in kept]
-        if len(stored) == len(self._cached) and all(
-            tensor is not None and tensor is pointed_to()
-            for tensor, pointed_to in zip(stored, self._cached, strict=True)
-        ):
+        if self._cached is not None and self._cached[0]() is cache and self._cached[1] == cache.addresses:
             return True
-        self._cached = []
+        self._cached = None
         self._scratch.clear()
-        for layer_ops, layer, struct in zip(self._ops, self._plan.layers, self._structs, strict=True):
+        for index, struct in enumerate(self._structs):
+            struct.entering = address(cache.hidden_store(index, hidden)) if index in cache.hidden else None
+            struct.length = cache.held[1]
+        for layer_ops, layer, struct in zip(self._ops, self._plan.layers, self._structs, strict=False):
             memory = layer_ops.memory(cache, layer, hidden)
             if memory is None:
-                self._cached = []
                 return False
-            struct.keys, struct.values, struct.length = *map(address, memory), cache.held[1]
-            self._cached.append(ref(memory[0]))
-        for index in kept:
-            entering = cache.hidden_store(index, hidden)
-            self._structs[index].entering = entering.data_ptr()
-            self._cached.append(ref(entering))
+            struct.keys, struct.values = map(address, memory)
+        self._cached = ref(cache), cache.addresses
         return True
-
-    def _stored(self, cache: SlotCache, layer: LayerPlan) -> Tensor | None:
-        """A tensor whose address changes when the layer's memory moves."""
-        if layer.recurrent is None:
-            return cache.layers[layer.index if layer.keys_of is None else layer.keys_of].keys
-        return None if cache.states is None else cache.states.memory(layer.index).inputs
 
     def _compute(
         self, hidden: Tensor, positions: Tensor, forward: PreparedForward, cache: SlotCache, count: int
     ) -> None:
-        """Run the first `count` layers in place on hidden states [B, W, H]."""
+        """Run the first `count` layers in place on hidden states [B, W, H], and after all layers the last norm."""
         tokens = hidden.numel() // hidden.shape[-1]
         ropes = self._rotations.ropes(positions, hidden, cache.shape[1])
         parts = [part.contiguous() for rope in ropes for part in rope]
         pointers = (ctypes.c_void_p * max(2, len(parts)))(*map(address, parts))
         if tokens not in self._scratch:
-            pairs = zip(self._ops, self._structs, strict=True)
+            pairs = zip(self._ops, self._structs, strict=False)
             self._scratch[tokens] = max(layer_ops.scratch(tokens, struct.length) for layer_ops, struct in pairs)
         for layer_ops in self._ops:
             if layer_ops.experts is not None:
@@ -410,7 +397,6 @@ class LayerStack:
             hidden.data_ptr(),
             tokens,
             ctypes.addressof(pointers),
+            ctypes.addressof(self._norm) if count == len(self._ops) else None,
             scratch.data_ptr(),
         )
-        if len(self._ops) in cache.hidden:
-            cache.keep_hidden(len(self._ops), hidden)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.huge_pages import HugePages
+from slipstream.models.cpu.huge_pages import HugePages, as_tensor
 from slipstream.models.cpu.kernel_libraries import address
 from slipstream.models.cpu.structs import (
     ExpertRowsStruct,
@@ -34,7 +34,7 @@ class ExpertStore:
         self._files = {file: stream.fileno() for file, stream in streams.items()}
         for stream in streams.values():
             finalize(self, stream.close)
-        self._memory = HugePages().take(slot_bytes * num_slots)
+        self._memory = as_tensor(HugePages().take(slot_bytes * num_slots))
         self._slots = (ExpertSlotStruct * num_slots)()
         slots = ctypes.addressof(self._slots)
         self.struct = ExpertStoreStruct(address(self._memory), slots, slot_bytes, num_slots)

@@ -29,9 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from slipstream.errors import UsageError, os_reason
 from slipstream.models.cache_folder import cache_folder, users_cache_folder
@@ -47,6 +45,9 @@ from slipstream.models.cpu.processor import (
 )
 from slipstream.models.cpu.thread_placement import free_thread
 from slipstream.models.notices import announce, warn_slower
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger("slipstream")
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -100,7 +101,7 @@ SIGNATURES = {
     "residual_mlp": "pppnpp",
     "whole_layer": "pppnpppp",
     "finish_layer": "ppppnpppp",
-    "all_layers": "pnppnpp",
+    "all_layers": "pnppnppp",
     "normalize_tokens": "ppnnp",
 }
 TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "": None}
@@ -270,12 +271,18 @@ def _digest(recipe: Recipe, *compiler: str) -> str:
 
 @cache
 def loaded(recipe: Recipe) -> ctypes.CDLL:
-    """The library, ready to compute with as many threads as PyTorch. Raises `NoKernelsError`."""
+    """The library, which computes with one thread. Raises `NoKernelsError`."""
     prebuilt = prebuilt_file(recipe)
     try:
-        library = typed(_compiled(recipe) if prebuilt is None else ctypes.CDLL(str(prebuilt)))
+        return typed(_compiled(recipe) if prebuilt is None else ctypes.CDLL(str(prebuilt)))
     except OSError as error:
         raise NoKernelsError(str(error)) from error
+
+
+def _with_threads(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, which computes with as many threads as PyTorch."""
+    import torch
+
     library.set_pool_threads(torch.get_num_threads())
     return library
 
@@ -356,7 +363,7 @@ def kernels() -> ctypes.CDLL | None:
 def kernels_for(forced_isa: str | None) -> ctypes.CDLL | None:
     """The result of `kernels` if they are switched on. forced_isa: the value of SLIPSTREAM_ISA."""
     try:
-        return loaded(best_bfloat16_recipe(forced_isa))
+        return _with_threads(loaded(best_bfloat16_recipe(forced_isa)))
     except NoKernelsError as error:
         warn_slower(f"PyTorch's kernels are used, not Slipstream's own: {with_remedy(error)}")
         return None
@@ -381,6 +388,11 @@ def block_recipe(isa: str) -> Recipe:
 
 def block_kernels() -> ctypes.CDLL:
     """The compiled functions of `csrc/blocks/`. Raises `NoKernelsError` with the reason if they are not available."""
+    return _with_threads(packing_kernels())
+
+
+def packing_kernels() -> ctypes.CDLL:
+    """The same functions before PyTorch is imported; only those that pack may be called."""
     if not switched_on():
         raise NoKernelsError("SLIPSTREAM_KERNELS is off")
     return loaded(best_block_recipe(os.environ.get(ISA)))

@@ -27,6 +27,29 @@ class BlockFormat:
     size: int  # values in a block
     bytes: int  # of a block
 
+    def fits(self, inputs: int) -> bool:
+        """True if rows of this many weights consist of whole blocks, and of whole groups of the kernels."""
+        return inputs % self.size == 0 and inputs % INPUTS == 0
+
+    def row_bytes(self, inputs: int) -> int:
+        """Bytes of a row in the file."""
+        return inputs // self.size * self.bytes
+
+    def panels_size(self, shape: tuple[int, int], library: Any) -> int:
+        """Bytes of the panels of a matrix [outputs, inputs]."""
+        outputs, inputs = shape
+        panel_bytes: int = library.panel_bytes(self.code, inputs)
+        return -(-outputs // LANES) * panel_bytes
+
+    def row_ranges(self, shape: tuple[int, int], max_bytes: int) -> list[tuple[int, int]]:
+        """Ranges [first, last) of a matrix's rows, in order: as many whole panels as `max_bytes` of the file allow.
+
+        Each has at least one panel.
+        """
+        outputs, inputs = shape
+        step = max(max_bytes // self.row_bytes(inputs) // LANES, 1) * LANES
+        return [(row, min(row + step, outputs)) for row in range(0, outputs, step)]
+
 
 def _structs(text: str) -> dict[str, type[ctypes.Structure]]:
     """The structs of a header by name. Each field is a pointer, a number or an earlier struct."""

@@ -1,24 +1,26 @@
-"""Hugging Face models on CUDA, replayed as captured graphs: one launch per forward, per proposal, per verification.
+"""Hugging Face models on CUDA, replayed as captured graphs: one launch per forward.
 
 The specification of every method is `HFBackend`'s forward. Decoding consists of forwards of a few tokens from slot 0
 on. They run in buckets of (rows, width, attended length): tokens and positions go into fixed buffers, from which the
 device computes positions, mask and cache addresses. Bodies, the functions that are captured, read everything that
-changes from the buffers, and take only shapes as arguments. All other forwards, mainly prompts, run eagerly.
-`make_graphs_faster` gives the model joint products and Triton kernels, if its logits stay the same. If the kernels
-compute the whole model, prompts included, no bit depends on the shape of a forward, and one capture serves all lengths.
+changes from the buffers, and take only shapes as arguments. What follows a forward, such as the choice of a token, is a
+few operators, which the host launches while the device computes. All other forwards, mainly prompts, run eagerly.
+`use_kernels` has Triton kernels compute the whole model, prompts included, if they give its own results. Then no bit
+depends on the shape of a forward, and one capture serves all lengths.
 
 Shapes: B rows, W columns, R >= B and C >= W those of the bucket, V the vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import SlipstreamError, first_line
@@ -33,46 +35,48 @@ from slipstream.models.cuda.graph_store import (
     why_not_captured,
 )
 from slipstream.models.cuda.indexed_cache import (
-    MAX_TOKENS,
     SPARE,
     Bucket,
+    BucketBuffers,
+    Buffer,
     IndexedCache,
     IndexedForward,
-    TreeBuffers,
     TreeTable,
-    pinned,
     tree_table,
 )
-from slipstream.models.cuda.triton_layer import (
-    TritonOps,
-    TritonStack,
-    has_kernels,
-    stack_of,
-    uses_kernels,
-    why_no_kernels,
-)
+from slipstream.models.cuda.stored_weights import stored_weights
+from slipstream.models.cuda.triton_layer import TritonStack
 from slipstream.models.decoder.attention import Masks
 from slipstream.models.decoder.families import plan_of_model
-from slipstream.models.decoder.fused_layer import FusedLayer, is_fused
-from slipstream.models.decoder.plan import UnknownLayerError
+from slipstream.models.decoder.plan import DecoderPlan, UnknownLayerError
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
-from slipstream.models.hf.trials import OwnLogits, Trial, a_few_logits, difference, largest_error, tolerance
-from slipstream.models.notices import warn_slower
+from slipstream.models.hf.trials import (
+    OwnLogits,
+    Trial,
+    a_few_logits,
+    difference,
+    forwards_replaced,
+    largest_error,
+    tolerance,
+)
+from slipstream.models.notices import announce, progress_bar
 
-MAX_STEPS = 16  # in one captured proposal; capturing takes as long as a few runs of all its steps
+ROWS_AHEAD, WIDTHS_AHEAD = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8)  # of forwards that are captured at load
+POSITIONS_AHEAD = 8192  # reserved for each row at load, if they fit into a share of the free memory
+MEMORY_SHARE = 0.25
+UNIT = 1024  # of positions reserved at load: a multiple of all units in which forwards attend
 
 
-def matching_prefix(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Tensor, widths: Tensor) -> Tensor:
+def matching_prefix(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Tensor, width: int) -> Tensor:
     """Longest matching prefix; the specification is `acceptance.match`.
 
-    tokens: [B, W]; row i has counts[i] tokens: the last widths[i] are its draft's columns, of which the first
-    lengths[i] were proposed. chosen: [B, W], the model's own choice after each token. Returns [B, 2]: the number of
-    accepted draft tokens, and the token that follows them.
+    tokens: [B, W]; row i has counts[i] tokens: the last `width` are its draft's columns, of which the first lengths[i]
+    were proposed. chosen: [B, W], the model's own choice after each token. Returns [B, 2]: the number of accepted draft
+    tokens, and the token that follows them.
     """
     last = tokens.shape[1] - 1
     steps = torch.arange(last + 1, device=tokens.device)
-    index = ((counts - widths - 1).clamp(min=0)[:, None] + steps).clamp(max=last)
+    index = ((counts - width - 1)[:, None] + steps).clamp(max=last)
     choices, draft = chosen.gather(1, index), tokens.gather(1, index[:, 1:])
     agree = (choices[:, :last] == draft) & (steps[:last] < lengths[:, None])
     accepted = agree.long().cumprod(1).sum(1)
@@ -82,79 +86,46 @@ def matching_prefix(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Ten
 class CapturedForwards:
     """The buffers of a model's graphs and the bodies that read them; `uncaptured` runs other forwards by kernels.
 
-    trees: the buffers of trees. stack: the model's forward by kernels; None if there is none.
+    stack: the model's forward by kernels; None if there is none.
     """
 
     def __init__(self, eager: HFBackend, cache: IndexedCache) -> None:
         self._eager, self._cache, self._device = eager, cache, eager.device
         self.stack: TritonStack | None = None
-        self._tokens = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=self._device)
-        self._row_table = torch.zeros(MAX_TOKENS, 4, dtype=torch.int64, device=self._device)
-        self._offsets = torch.arange(MAX_TOKENS, device=self._device)
-        self.trees = TreeBuffers(self._device)
-        self._no_masks = eager.masks.nothing(self._device)
+        self._buffers: dict[tuple[int, int], BucketBuffers] = {}
 
-    def fill(
-        self,
-        bucket: Bucket,
-        tokens: Tensor,
-        starts: list[int],
-        counts: list[int],
-        lengths: Sequence[int],
-        draft_width: int = 0,
-    ) -> None:
-        """Copy a forward's input to the buffers that the graphs read; padding rows have no real column."""
-        rows, width = tokens.shape
-        padding = [0] * (bucket.rows - rows)
-        table = self.table([*starts, *padding], [*counts, *padding], [*lengths, *padding], draft_width)
-        self._row_table[: bucket.rows].copy_(table, non_blocking=True)
-        self._tokens_of(bucket)[:rows, :width].copy_(tokens)
-
-    def table(self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int], draft_width: int) -> Tensor:
-        """[B, 4]: for each row its first position, its number of real columns, and its draft's length and columns."""
-        widths = [draft_width] * len(starts)
-        rows = list(zip(starts, counts, lengths, widths, strict=True))
-        return pinned(torch.tensor(rows, dtype=torch.int64), self._device)
-
-    def _tokens_of(self, bucket: Bucket) -> Tensor:
-        return self._tokens[: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
+    def buffers(self, bucket: Bucket) -> BucketBuffers:
+        """The buffers from which all graphs of this shape read."""
+        key = bucket.rows, bucket.width
+        if key not in self._buffers:
+            self._buffers[key] = BucketBuffers(*key, self._device)
+        return self._buffers[key]
 
     def logits(self, bucket: Bucket) -> Tensor:
-        """[R, C, V] logits of the tokens in the buffer."""
-        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
-        return self._indexed_forward(self._tokens_of(bucket), starts, counts, bucket.attended)
+        """[R, C, V] logits of the tokens in the buffer.
 
-    def draft(self, bucket: Bucket, steps: int, limit: int) -> Tensor:
-        """[R, steps] greedy tokens, each fed to the next step."""
-        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
-        logits = self.logits(bucket)
-        last_column = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, logits.shape[-1])
-        drafted = [logits.gather(1, last_column)[:, 0, :limit].argmax(-1)]
-        position, real = starts + counts, counts.clamp(max=1)
-        for step in range(steps - 1):
-            logits = self._indexed_forward(drafted[-1][:, None], position + step, real, bucket.attended)
-            drafted.append(logits[:, 0, :limit].argmax(-1))
-        return torch.stack(drafted, dim=1)
-
-    def verify(self, bucket: Bucket) -> Tensor:
-        """[R, 2], the number of accepted draft tokens, and the next token."""
-        table = self._row_table[: bucket.rows]
-        chosen = self.logits(bucket).argmax(-1)
-        return matching_prefix(self._tokens_of(bucket), chosen, *table[:, 1:].unbind(1))
+        Padding gets its row's last position: beyond the attended length, a sliding window might leave it no key.
+        """
+        buffers = self.buffers(bucket)
+        starts, counts = buffers.table.values.unbind(1)
+        offsets = torch.arange(bucket.width, device=self._device)
+        positions = starts[:, None] + torch.minimum(offsets, (counts[:, None] - 1).clamp(min=0))
+        forward = self._indexed_forward(bucket, positions)
+        masks = partial(self._eager.masks.build, positions, self._eager.key_positions()[: bucket.attended])
+        return self._forward(buffers.tokens, forward, masks)
 
     def tree(self, bucket: Bucket) -> Tensor:
-        """[R, C, V] logits of trees; `trees` has the position of each token and the tokens that it follows."""
-        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
-        depths, _, ancestors = self.trees.of(bucket)
-        positions, columns = starts[:, None] + depths, self._columns(starts, counts, bucket.width)
-        slots = self._offsets[: bucket.rows]
-        forward = IndexedForward(slots, starts.contiguous(), positions, columns, bucket.attended, ancestors)
+        """[R, C, V] logits of trees; the buffers have the position of each token and the tokens that it follows."""
+        buffers = self.buffers(bucket)
+        starts, (depths, _, ancestors) = buffers.table.values[:, 0], buffers.tree
+        positions = starts[:, None] + depths.values
+        forward = self._indexed_forward(bucket, positions, ancestors.values)
 
         def masks() -> Masks:
-            places, visible = self.trees.places(bucket, starts, self._eager.key_positions()[: bucket.attended])
+            places, visible = buffers.places(starts, self._eager.key_positions()[: bucket.attended])
             return self._eager.masks.build(positions, places[:, None, None], visible[:, None])
 
-        return self._forward(self._tokens_of(bucket), forward, masks)
+        return self._forward(buffers.tokens, forward, masks)
 
     def uncaptured(
         self,
@@ -182,27 +153,17 @@ class CapturedForwards:
         forward = IndexedForward(torch.tensor(slots, device=self._device), first, positions, written, end, ancestors)
         return self.stack.logits(self.embeddable(tokens), self._model_positions(forward), self._cache, forward, columns)
 
-    def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
-        """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns are cached.
+    def _indexed_forward(self, bucket: Bucket, positions: Tensor, ancestors: Tensor | None = None) -> IndexedForward:
+        """A forward of the tokens in the buffers.
 
-        Padding gets its row's last position: beyond the attended length, a sliding window might leave it no key.
-        """
-        rows, width = tokens.shape
-        last = (counts[:, None] - 1).clamp(min=0)
-        positions = starts[:, None] + torch.minimum(self._offsets[:width], last)
-        columns, slots = self._columns(starts, counts, width), self._offsets[:rows]
-        forward = IndexedForward(slots, starts.contiguous(), positions, columns, attended)
-        masks = partial(self._eager.masks.build, positions, self._eager.key_positions()[:attended])
-        return self._forward(tokens, forward, masks)
-
-    def _columns(self, starts: Tensor, counts: Tensor, width: int) -> Tensor:
-        """The places [R, C] to which tokens are written.
-
-        Padding goes to the spare positions at the end of its slot. Nothing attends to them, so a NaN there cannot
+        Padding is written to the spare positions at the end of its slot. Nothing attends to them, so a NaN there cannot
         spread.
         """
-        offsets = self._offsets[:width]
-        return torch.where(offsets < counts[:, None], starts[:, None] + offsets, self._cache.spare + offsets)
+        starts, counts = (part.contiguous() for part in self.buffers(bucket).table.values.unbind(1))
+        slots, offsets = (torch.arange(n, device=self._device) for n in (bucket.rows, bucket.width))
+        written = starts[:, None] + offsets
+        columns = torch.where(offsets < counts[:, None], written, self._cache.spare + offsets)
+        return IndexedForward(slots, starts, positions, columns, bucket.attended, ancestors)
 
     def _model_positions(self, forward: IndexedForward) -> Tensor:
         return forward.positions.clamp(max=self._eager.max_length - 1)
@@ -213,7 +174,7 @@ class CapturedForwards:
         self._cache.index(forward)
         out = self._eager.model(
             input_ids=self.embeddable(tokens),
-            attention_mask=self._no_masks if uses_kernels(self._eager.model) else masks(),
+            attention_mask=masks(),
             position_ids=self._model_positions(forward),
             use_cache=True,
             logits_to_keep=0,
@@ -231,7 +192,7 @@ class GraphedBackend:
     """An `HFBackend` that replays captured graphs where it can, and logs once why it cannot elsewhere.
 
     Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `LongTexts`, `TreeForwards`, `HiddenStates`,
-    `ShapeIndependent`.
+    `PreparedForwards`, `ShapeIndependent`.
     """
 
     branching = True
@@ -264,6 +225,7 @@ class GraphedBackend:
             self._graphs.disable(reason)
         self._captured_moves = self.cache.moves  # when graphs were captured with the cache's addresses
         self._bodies = CapturedForwards(self.eager, self.cache)
+        self._numbers: dict[torch.Size, Buffer] = {}
 
     @property
     def attended_unit(self) -> int:
@@ -289,7 +251,11 @@ class GraphedBackend:
         self._bodies.stack = stack
 
     def weights_digest(self) -> str:
-        return self.eager.weights_digest()
+        digest = self.eager.weights_digest()
+        if stored := stored_weights(self.model):
+            first_rows = torch.cat([weight.data[:1].flatten().cpu() for weight in stored])
+            digest = hashlib.sha256(digest.encode() + first_rows.numpy().tobytes()).hexdigest()[:20]
+        return digest
 
     def keep_hidden_states(self, layers: Sequence[int]) -> None:
         """Also drops all graphs, since they were captured without keeping hidden states."""
@@ -302,6 +268,8 @@ class GraphedBackend:
     def layer_subset(self, layers: Sequence[int]) -> GraphedBackend:
         """The subset has its own graphs."""
         subset = GraphedBackend(self.eager.layer_subset(layers).model, cache=self.cache)
+        if self._bodies.stack is not None:
+            subset.use_stack(self._bodies.stack.subset(layers))
         if self._graphs.reason is not None and subset._graphs.reason is None:
             subset._graphs.disable(self._graphs.reason)
         return subset
@@ -323,16 +291,59 @@ class GraphedBackend:
         self.eager.reserve(max(rows, 2 * slots) if rows > slots else slots, needed)
 
     @torch.inference_mode()
+    def prepare(self, rows: int) -> None:
+        """Reserve memory for texts of up to `rows` rows, and capture their forwards, the largest first.
+
+        Later captures then find the memory that they need in the pool, and no growing text moves the cache.
+        """
+        if self._graphs.reason is not None or not self.cache.allocated:
+            return
+        self.reserve(rows + 1, self._positions_ahead(rows + 1))  # a server keeps a slot for the next request
+        self.cache.hold(*self.cache.shape)
+        shapes = [
+            (row_count, width)
+            for row_count in reversed(ROWS_AHEAD)
+            for width in reversed(WIDTHS_AHEAD)
+            if row_count < 2 * rows
+        ]
+        name = type(self.model).__name__
+        with progress_bar("capturing CUDA graphs", f"capturing CUDA graphs of {name} ...", total=len(shapes)) as bar:
+            for row_count, width in shapes:
+                counts = [width] * min(row_count, rows)
+                tokens = torch.zeros(len(counts), width, dtype=torch.int64, device=self.device)
+                self._replayed(tokens, [0] * len(counts), counts)
+                bar.advance(bar.task_ids[0])
+
+    def _positions_ahead(self, rows: int) -> int:
+        """The positions to reserve for each of these rows; the trials' few if memory is short."""
+        stored = [layer.keys for layer in self.cache.layers if layer.keys is not None]
+        each = rows * sum(2 * keys.shape[1] * keys.shape[3] * keys.element_size() for keys in stored)
+        fitting = POSITIONS_AHEAD
+        if self.device.type == "cuda":
+            fitting = int(MEMORY_SHARE * torch.cuda.mem_get_info(self.device)[0]) // each
+        return max(0, min(POSITIONS_AHEAD, self.max_length, fitting) // UNIT * UNIT - SPARE)
+
+    @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         """`HFBackend.forward`, replayed from a capture if it is narrow and begins at slot 0."""
-        rows, width = tokens.shape
-        bucket = self._bucket(starts, width, max(starts) + width) if logits and first_slot == 0 else None
-        if bucket is not None:
-            self._bodies.fill(bucket, tokens, starts, [width] * rows, [0] * rows)
-            out = self._run(self._bodies.logits, bucket)
+        if logits and first_slot == 0:
+            out = self._replayed(tokens, starts, [tokens.shape[1]] * len(starts))
             if out is not None:
-                return out[:rows, :width].clone()
+                return out.clone()
         return self._eagerly(tokens, starts, first_slot, logits=logits)
+
+    def _replayed(self, tokens: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor | None:
+        """Logits [B, W, V] of tokens [B, W] by a graph, valid until its next replay; None if there is none.
+
+        counts: how many columns of each row are real.
+        """
+        width = tokens.shape[1]
+        bucket = self._bucket(starts, width, max(starts) + width)
+        if bucket is None:
+            return None
+        self._bodies.buffers(bucket).fill(tokens, starts, counts)
+        out = self._run(self._bodies.logits, bucket)
+        return None if out is None else out[: len(starts), :width]
 
     def _eagerly(self, tokens: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
         if not self.shape_independent:
@@ -359,8 +370,9 @@ class GraphedBackend:
         laid_out, out = tokens.new_zeros(len(starts), width), None
         laid_out[rows, columns] = tokens[: sum(counts)]
         if bucket is not None:
-            self._bodies.fill(bucket, laid_out, starts, counts, [0] * len(starts))
-            self._bodies.trees.fill(bucket, table)
+            buffers = self._bodies.buffers(bucket)
+            buffers.fill(laid_out, starts, counts)
+            buffers.fill_tree(table)
             out = self._run(self._bodies.tree, bucket)
         if out is None and not self.shape_independent:
             return self.eager.forward_tree(self._bodies.embeddable(tokens), segments, widths=widths)
@@ -387,31 +399,38 @@ class GraphedBackend:
     def draft_greedy(
         self, tokens: Tensor, starts: list[int], counts: list[int], *, steps: int, vocab_size: int
     ) -> Tensor:
-        """All steps in one replay."""
-        last = max(start + count for start, count in zip(starts, counts, strict=True))
-        bucket = self._bucket(starts, tokens.shape[1], last + steps - 1)
-        limit = min(vocab_size, self.vocab_size)
-        if bucket is not None and steps <= MAX_STEPS:
-            self._bodies.fill(bucket, tokens, starts, counts, [0] * len(starts))
-            out = self._run(self._bodies.draft, bucket, steps, limit)
-            if out is not None:
-                return out[: len(starts)].clone()
-        return self._draft_by_forwards(tokens, starts, counts, steps, limit)
+        """One replay per step; the host waits for none of them."""
+        rows, limit = torch.arange(len(starts), device=self.device), min(vocab_size, self.vocab_size)
+        last = self._on_device(counts)[0] - 1
+        drafted = [self._scored(tokens, starts, counts)[rows, last, :limit].argmax(-1)]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        for step in range(steps - 1):
+            positions = [end + step for end in ends]
+            logits = self._scored(drafted[-1][:, None], positions, [1] * len(starts))
+            drafted.append(logits[:, 0, :limit].argmax(-1))
+        return torch.stack(drafted, dim=1)
 
     @torch.inference_mode()
     def verify_greedy(
         self, tokens: Tensor, starts: list[int], counts: list[int], lengths: Sequence[int], *, width: int
     ) -> Tensor:
-        """Forward, choice and comparison in one replay."""
-        bucket = self._bucket(starts, tokens.shape[1], max(starts) + tokens.shape[1])
-        if bucket is not None:
-            self._bodies.fill(bucket, tokens, starts, counts, lengths, width)
-            out = self._run(self._bodies.verify, bucket)
-            if out is not None:
-                return out[: len(starts)].clone()
-        chosen = self._eagerly(self._bodies.embeddable(tokens), starts, 0, logits=True).argmax(-1)
-        table = self._bodies.table(starts, counts, lengths, width).to(self.device)
-        return matching_prefix(tokens, chosen, *table[:, 1:].unbind(1))
+        """One replay; choice and comparison follow without waiting for it."""
+        chosen = self._scored(tokens, starts, counts).argmax(-1)
+        real, proposed = self._on_device(counts, lengths).unbind(0)
+        return matching_prefix(tokens, chosen, real, proposed, width)
+
+    def _scored(self, tokens: Tensor, starts: list[int], counts: Sequence[int]) -> Tensor:
+        """Logits [B, W, V], valid until the next forward. counts: how many columns of each row are real."""
+        out = self._replayed(tokens, starts, counts)
+        return self._eagerly(self._bodies.embeddable(tokens), starts, 0, logits=True) if out is None else out
+
+    def _on_device(self, *numbers: Sequence[int]) -> Tensor:
+        """Some numbers per row as [len(numbers), B], valid until the next call."""
+        values = torch.tensor(numbers)
+        if values.shape not in self._numbers:
+            self._numbers[values.shape] = Buffer(values.shape, torch.int64, self.device)
+        self._numbers[values.shape].fill(values)
+        return self._numbers[values.shape].values
 
     def _bucket(self, starts: Sequence[int], width: int, end: int) -> Bucket | None:
         """The bucket of forwards that write positions below `end`; None if they must run eagerly.
@@ -431,84 +450,48 @@ class GraphedBackend:
             self._captured_moves = self.cache.moves
         return bucket
 
-    def _run(self, body: Callable[..., Tensor], bucket: Bucket, *options: int) -> Tensor | None:
-        key = (body.__name__, bucket, *options, self.eager.masks.repeats)
-        return self._graphs.run(key, partial(body, bucket, *options))
-
-    def _draft_by_forwards(
-        self, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int
-    ) -> Tensor:
-        """The specification of `CapturedForwards.draft`: one forward per step."""
-        logits = self._eagerly(self._bodies.embeddable(tokens), starts, 0, logits=True)
-        last = torch.tensor(counts, device=self.device) - 1
-        drafted = [logits[torch.arange(len(starts), device=self.device), last, :limit].argmax(-1)]
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        for step in range(steps - 1):
-            positions = [start + step for start in ends]
-            logits = self._eagerly(drafted[-1][:, None], positions, 0, logits=True)
-            drafted.append(logits[:, 0, :limit].argmax(-1))
-        return torch.stack(drafted, dim=1)
+    def _run(self, body: Callable[[Bucket], Tensor], bucket: Bucket) -> Tensor | None:
+        return self._graphs.run((body.__name__, bucket), partial(body, bucket))
 
 
-def make_graphs_faster(backend: GraphedBackend, own_logits: OwnLogits) -> None:
-    """Add grouped attention, fused layers and then Triton kernels to a model whose linear layers are fused.
+def use_kernels(
+    backend: GraphedBackend, own_logits: OwnLogits, plan: DecoderPlan | None = None, *, may_join: bool = False
+) -> str | None:
+    """Compute the model by Triton kernels if they give its own results. Returns None, or the reason they do not.
 
-    Each stays only if the logits remain the model's own; a warning names any that does not.
+    plan: by default that of the model's family; may_join: the model's weights may move in memory.
     """
-    if not any(map(is_fused, backend.model.modules())):  # otherwise an earlier decoder has done so
-        group_queries(backend.eager, own_logits)
-        layers = fuse_layers(backend.eager, own_logits)
-        reason = _use_kernels(backend, layers) if layers else None
-        if reason is not None:
-            warn_slower(f"{type(backend.model).__name__} keeps PyTorch's operators: {reason}")
-    if uses_kernels(backend.model):
-        reason = _use_stack(backend)
-        if reason is not None:
-            warn_slower(f"{type(backend.model).__name__} calls its layers one by one: {reason}")
-
-
-def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, FusedLayer]]) -> str | None:
-    """Turn the kernels on if they give the layers' own results. Returns None, or the reason they stay off."""
-    if not has_kernels():
-        return "Triton is not installed"
-    reasons = (why_no_kernels(forward.plain) for _, forward in layers)
-    if (reason := next(filter(None, reasons), None)) is not None:
-        return reason
-    kernels = [TritonOps(forward.plain) for _, forward in layers]
-    trials = [
-        Trial(layer, forward, forward.with_ops(ops)) for (layer, forward), ops in zip(layers, kernels, strict=True)
-    ]
-    rerun = GraphedBackend(backend.model, Rerun(), cache=backend.cache)
-    try:
-        with torch.cuda.device_of(backend.eager.key_positions()):  # Triton launches on the current device
-            error = largest_error(rerun, layers, trials)
-    except Exception as failed:  # kernels are compiled at first use, by compilers that may raise anything
-        return f"the kernels cannot be compiled or run: {first_line(failed)}"
-    if error > tolerance(backend.model):
-        return f"the kernels give different results (by {error:.2g} of what they add)"
-    for (_, forward), ops in zip(layers, kernels, strict=True):
-        forward.ops = ops
-    return None
-
-
-def _use_stack(backend: GraphedBackend) -> str | None:
-    """Compute whole forwards by the kernels if that gives the logits of their layers. Returns None, or why not."""
-    model, modules = backend.model, [module for module in backend.model.modules() if is_fused(module)]
     if backend.longest_short is not None:
         return "its rotations depend on how long each text is"
-    rerun = GraphedBackend(model, Rerun(), cache=backend.cache)
     try:
-        plan = plan_of_model(model, backend.eager.masks.windows)
-        stack = stack_of(model, plan, modules)
-        a_few_logits(rerun)  # allocates keys and values, which the layers' kernels need
-        expected = a_few_logits(rerun)
-        rerun.use_stack(stack)
-        error = difference(a_few_logits(rerun), expected)
+        plan = plan or plan_of_model(backend.model, backend.eager.masks.windows)
+        stack = TritonStack(backend.model, plan, may_join=may_join)
     except UnknownLayerError as unknown:
         return str(unknown)
-    except Exception as failed:  # as above: other kernels
-        return f"the kernels cannot be compiled or run: {first_line(failed)}"
-    if error > tolerance(model):
-        return f"in one forward of kernels they give different logits (by {error:.2g})"
+    if "kernels" not in own_logits.passed:
+        try:
+            error = _error_of_kernels(backend, stack)
+        except Exception as failed:  # kernels are compiled at first use, by compilers that may raise anything
+            return f"the kernels cannot be compiled or run: {first_line(failed)}"
+        if error > tolerance(backend.model):
+            return f"the kernels give different results (by {error:.2g})"
+        own_logits.passed.add("kernels")
     backend.use_stack(stack)
     return None
+
+
+def _error_of_kernels(backend: GraphedBackend, stack: TritonStack) -> float:
+    """The largest difference of a layer from the model's own, and of all of them at once from one after the other.
+
+    Logits are not compared with the model's own: in models such as Gemma 3, later layers amplify rounding.
+    """
+    announce(f"compiling kernels for {type(backend.model).__name__} (once) ...")
+    rerun = GraphedBackend(backend.model, Rerun(), cache=backend.cache)
+    a_few_logits(rerun)  # allocates keys and values
+    forwards = [(layer.module, layer.within_model(backend.cache)) for layer in stack.layers]
+    with torch.cuda.device_of(backend.eager.key_positions()):  # Triton launches on the current device
+        error = largest_error(rerun, [Trial(module, module.forward, forward) for module, forward in forwards])
+        with forwards_replaced(forwards):
+            one_by_one = a_few_logits(rerun)
+    rerun.use_stack(stack)
+    return max(error, difference(a_few_logits(rerun), one_by_one))

@@ -6,8 +6,10 @@ multiples of its unit.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -19,7 +21,7 @@ from slipstream.models.decoder.cache import Layout
 from slipstream.models.hf.interfaces import ModelCache
 
 WIDTHS = (1, 2, 4, 8, 16, 32)  # few, since a capture takes as long as 100 replays, and wider replays take hardly longer
-MAX_TOKENS = 256  # limit for rows times width; beyond it, launches take no extra time
+TURNS = 4  # of pinned memory, so that the host may prepare so many forwards ahead of the GPU
 SPARE = WIDTHS[-1]  # positions at the end of every slot where padding is written
 
 
@@ -80,7 +82,7 @@ class IndexedCache(ModelCache):
         wide = next((w for w in WIDTHS if w >= width), None)
         slots, positions = self.shape
         rows = min(1 << (len(starts) - 1).bit_length(), slots)
-        if wide is None or rows < len(starts) or rows * wide > MAX_TOKENS or end > positions - SPARE:
+        if wide is None or rows < len(starts) or end > positions - SPARE:
             return None
         return Bucket(rows, wide, min(_round_units(-(-end // unit)) * unit, positions))
 
@@ -129,44 +131,68 @@ class TreeTable:
         return depths, visible, ancestors
 
 
-class TreeBuffers:
-    """The buffers from which graphs of forwards over trees read a `TreeTable`, for R rows of C columns of a bucket."""
+class Buffer:
+    """A tensor at a fixed place on the device, as graphs need it, filled by the host without waiting for the device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._depths = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=device)
-        self._visible = torch.zeros(MAX_TOKENS * WIDTHS[-1], dtype=torch.bool, device=device)
-        self._ancestors = torch.zeros(MAX_TOKENS * WIDTHS[-1], dtype=torch.int64, device=device)
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.values = torch.zeros(*shape, dtype=dtype, device=device)
+        self._turns: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        if device.type == "cuda":
+            pinned = [torch.empty(*shape, dtype=dtype, pin_memory=True) for _ in range(TURNS)]
+            self._turns.extend((memory, torch.cuda.Event()) for memory in pinned)
 
-    def of(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
-        """The bucket's part of the buffers, with the shapes of `TreeTable.padded`."""
-        rows, width = bucket.rows, bucket.width
-        visible, ancestors = (
-            buffer[: rows * width * width].view(rows, width, width) for buffer in (self._visible, self._ancestors)
-        )
-        return self._depths[: rows * width].view(rows, width), visible, ancestors
+    def fill(self, values: Tensor) -> None:
+        """Copy values from the host to the device."""
+        if not self._turns:
+            self.values.copy_(values)
+            return
+        memory, is_copied = self._turns[0]
+        self._turns.rotate(-1)
+        is_copied.synchronize()  # the copy of `TURNS` forwards ago
+        memory.copy_(values)
+        self.values.copy_(memory, non_blocking=True)
+        is_copied.record()
 
-    def fill(self, bucket: Bucket, table: TreeTable) -> None:
-        """Copy a forward's trees to the buffers."""
-        for buffer, values in zip(self.of(bucket), table.padded(bucket.rows, bucket.width), strict=True):
-            buffer.copy_(pinned(values, self._device), non_blocking=True)
 
-    def places(self, bucket: Bucket, starts: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+class BucketBuffers:
+    """The inputs of the graphs of R rows of C columns. Those of trees have the shapes of `TreeTable.padded`."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.rows, self.width, self._device = rows, width, device
+        self.tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self.table = Buffer((rows, 2), torch.int64, device)  # first position and number of real columns of each row
+
+    @cached_property
+    def tree(self) -> tuple[Buffer, Buffer, Buffer]:
+        """Depths, whether a token sees another, and what it sees at each depth."""
+        rows, width, indices = self.rows, self.width, torch.int64
+        shapes = ((rows, width), indices), ((rows, width, width), torch.bool), ((rows, width, width), indices)
+        depths, visible, ancestors = (Buffer(shape, dtype, self._device) for shape, dtype in shapes)
+        return depths, visible, ancestors
+
+    def fill(self, tokens: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Copy a forward's input [B, W]; further rows have no real column."""
+        rows, width = tokens.shape
+        padding = [0] * (self.rows - rows)
+        self.table.fill(torch.tensor([[*starts, *padding], [*counts, *padding]]).T)
+        self.tokens[:rows, :width].copy_(tokens)
+
+    def fill_tree(self, table: TreeTable) -> None:
+        """Copy a forward's trees."""
+        for buffer, values in zip(self.tree, table.padded(self.rows, self.width), strict=True):
+            buffer.fill(values)
+
+    def places(self, starts: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The positions [R, S] of the tokens at places `keys` [S], and which tokens see them, [R, C, S].
 
         starts: [R], the position of each row's first token.
         """
-        depths, own_visible, _ = self.of(bucket)
+        depths, own_visible, _ = (buffer.values for buffer in self.tree)
         behind = keys - starts[:, None]
-        token, is_own_token = behind.clamp(0, bucket.width - 1), (behind >= 0) & (behind < bucket.width)
-        visible = own_visible.gather(2, token[:, None].expand(-1, bucket.width, -1))
+        token, is_own_token = behind.clamp(0, self.width - 1), (behind >= 0) & (behind < self.width)
+        visible = own_visible.gather(2, token[:, None].expand(-1, self.width, -1))
         visible = torch.where(is_own_token[:, None], visible, behind[:, None] < 0)
         return torch.where(is_own_token, starts[:, None] + depths.gather(1, token), keys), visible
-
-
-def pinned(values: Tensor, device: torch.device) -> Tensor:
-    """Values in pinned memory, from which a GPU copies asynchronously; the allocator keeps it that long."""
-    return values.pin_memory() if device.type == "cuda" else values
 
 
 def tree_table(segments: Sequence[TreeSegment]) -> TreeTable:

@@ -25,21 +25,87 @@ def _rows_of(x, first, tokens, inner, inputs, inside, rows: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(out, tile, first, tokens, outputs, column, rows: tl.constexpr):
+def _store_rows(out, tile, first, tokens, outputs, row_size, column, rows: tl.constexpr):
     row = first + tl.arange(0, rows)
-    place = row[:, None].to(tl.int64) * outputs + column[None, :]
+    place = row[:, None].to(tl.int64) * row_size + column[None, :]
     tl.store(out + place, tile.to(out.dtype.element_ty), mask=(row < tokens)[:, None] & (column < outputs)[None, :])
+
+
+@triton.jit
+def _six_bits(scales, s):
+    """The 6-bit scale and minimum of a sub-block of a Q4_K or Q5_K block. scales: its 12 bytes; s: 0 to 7."""
+    is_early = s < 4
+    first, second = tl.load(scales + s).to(tl.int32), tl.load(scales + tl.where(is_early, s + 4, s - 4)).to(tl.int32)
+    third = tl.load(scales + tl.where(is_early, s, s + 4)).to(tl.int32)
+    scale = tl.where(is_early, first & 63, (third & 15) | ((second >> 6) << 4))
+    minimum = tl.where(is_early, second & 63, (third >> 4) | ((first >> 6) << 4))
+    return scale.to(tl.float32), minimum.to(tl.float32)
+
+
+@triton.jit
+def _nibble(byte, is_high):
+    return tl.where(is_high, byte.to(tl.int32) >> 4, byte.to(tl.int32) & 15)
+
+
+@triton.jit
+def _unpacked(codes, halves, row, inputs, row_bytes, kind: tl.constexpr):
+    """Weights of a matrix of GGUF blocks, float32 [rows, inputs], for row [rows, 1] and inputs [1, inputs].
+
+    codes: the matrix's bytes; halves: the same memory as float16. The layouts are those of ggml's `ggml-common.h`.
+    """
+    row = row.to(tl.int64) * row_bytes
+    if kind == "Q8_0":
+        block = row + inputs // 32 * 34
+        code = tl.load(codes + block + 2 + inputs % 32).to(tl.int8, bitcast=True)
+        return tl.load(halves + block // 2).to(tl.float32) * code.to(tl.float32)
+    elif kind == "Q4_0":
+        block, place = row + inputs // 32 * 18, inputs % 32
+        code = _nibble(tl.load(codes + block + 2 + place % 16), place >= 16) - 8
+        return tl.load(halves + block // 2).to(tl.float32) * code.to(tl.float32)
+    elif kind == "Q6_K":
+        block, half, place = row + inputs // 256 * 210, inputs % 256 // 128, inputs % 128
+        low = _nibble(tl.load(codes + block + half * 64 + place % 64), place >= 64)
+        high = tl.load(codes + block + 128 + half * 32 + place % 32).to(tl.int32) >> (place // 32 * 2)
+        code = (low | ((high & 3) << 4)) - 32
+        scale = tl.load(codes + block + 192 + half * 8 + place // 16).to(tl.int8, bitcast=True)
+        return tl.load(halves + block // 2 + 104).to(tl.float32) * scale.to(tl.float32) * code.to(tl.float32)
+    else:  # Q4_K, Q5_K
+        size: tl.constexpr = 144 if kind == "Q4_K" else 176
+        block, s, place = row + inputs // 256 * size, inputs % 256 // 32, inputs % 32
+        code = _nibble(tl.load(codes + block + (size - 128) + s // 2 * 32 + place), s % 2 == 1)
+        if kind == "Q5_K":
+            code |= ((tl.load(codes + block + 16 + place).to(tl.int32) >> s) & 1) << 4
+        scale, minimum = _six_bits(codes + block + 4, s)
+        largest, least = tl.load(halves + block // 2).to(tl.float32), tl.load(halves + block // 2 + 1).to(tl.float32)
+        return largest * scale * code.to(tl.float32) - least * minimum
+
+
+@triton.jit(do_not_specialize=["count"])
+def unpack(
+    codes, halves, rows, out, count, inner, row_bytes, kind: tl.constexpr, group: tl.constexpr, block: tl.constexpr
+):
+    """Some rows [count] of a matrix of GGUF blocks, unpacked to out [count, inner], `group` rows in a program."""
+    number = tl.program_id(0) * group + tl.arange(0, group)
+    inputs = tl.program_id(1) * block + tl.arange(0, block)
+    row = tl.load(rows + number, mask=number < count, other=0)
+    values = _unpacked(codes, halves, row[:, None], tl.minimum(inputs, inner - 1)[None, :], row_bytes, kind)
+    place = number[:, None].to(tl.int64) * inner + inputs[None, :]
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=(number < count)[:, None] & (inputs < inner)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def product(
     x,
     weight,
+    halves,
     bias,
     out,
     tokens,
     inner,
     outputs,
+    row_size,
+    row_bytes,
+    kind: tl.constexpr,
     has_bias: tl.constexpr,
     is_even: tl.constexpr,
     splits: tl.constexpr,
@@ -50,10 +116,11 @@ def product(
 ):
     """x [T, inner] times the transpose of weight [outputs, inner], plus bias [outputs].
 
-    out: [T, outputs], or [splits, T, outputs] in float32, of which the first part has the bias. A program takes 1, 2
-    or 4 `tiles` of `rows` tokens, each with its own sums, so that weights are read once for all of them. rows: 16
-    or 32, which give the same bits: tensor cores take 16 rows at a time, and a row's sum takes in `step` inputs at a
-    time, in ascending order. For 64 rows Hopper GPUs would use another instruction.
+    kind: the type of the weight's blocks (see `_unpacked`), which are rounded to x's type; empty for numbers.
+    out: [T, row_size], or [splits, T, row_size] in float32, of which the first part has the bias; `outputs` columns are
+    written. A program takes 1, 2 or 4 `tiles` of `rows` tokens, each with its own sums, so that weights are read once
+    for all of them. rows: 16 or 32, which give the same bits: tensor cores take 16 rows at a time, and a row's sum
+    takes in `step` inputs at a time, in ascending order. For 64 rows Hopper GPUs would use another instruction.
     is_even: inner is a multiple of `step` and outputs of `columns`.
     """
     first = tl.program_id(0) * (tiles * rows)
@@ -68,11 +135,15 @@ def product(
     for offset in range(begin, tl.minimum(begin + share, inner), step):
         inputs = offset + tl.arange(0, step)
         inside = inputs < inner
-        place = weight + column[:, None].to(tl.int64) * inner + inputs[None, :]
-        if is_even:
-            factors = tl.load(place)
+        if kind != "":
+            near, known = tl.minimum(inputs, inner - 1), tl.minimum(column, outputs - 1)
+            factors = _unpacked(weight, halves, known[:, None], near[None, :], row_bytes, kind).to(x.dtype.element_ty)
         else:
-            factors = tl.load(place, mask=(column < outputs)[:, None] & inside[None, :], other=0.0)
+            place = weight + column[:, None].to(tl.int64) * inner + inputs[None, :]
+            if is_even:
+                factors = tl.load(place)
+            else:
+                factors = tl.load(place, mask=(column < outputs)[:, None] & inside[None, :], other=0.0)
         factors = tl.trans(factors)
         total0 = tl.dot(
             _rows_of(x, first, tokens, inner, inputs, inside, rows), factors, total0, input_precision="ieee"
@@ -85,13 +156,13 @@ def product(
             total2 = tl.dot(other, factors, total2, input_precision="ieee")
             other = _rows_of(x, first + 3 * rows, tokens, inner, inputs, inside, rows)
             total3 = tl.dot(other, factors, total3, input_precision="ieee")
-    out += split.to(tl.int64) * tokens * outputs
-    _store_rows(out, total0, first, tokens, outputs, column, rows)
+    out += split.to(tl.int64) * tokens * row_size
+    _store_rows(out, total0, first, tokens, outputs, row_size, column, rows)
     if tiles > 1:
-        _store_rows(out, total1, first + rows, tokens, outputs, column, rows)
+        _store_rows(out, total1, first + rows, tokens, outputs, row_size, column, rows)
     if tiles > 2:
-        _store_rows(out, total2, first + 2 * rows, tokens, outputs, column, rows)
-        _store_rows(out, total3, first + 3 * rows, tokens, outputs, column, rows)
+        _store_rows(out, total2, first + 2 * rows, tokens, outputs, row_size, column, rows)
+        _store_rows(out, total3, first + 3 * rows, tokens, outputs, row_size, column, rows)
 
 
 @triton.jit
@@ -104,13 +175,13 @@ def _summed(parts, place, inside, stride, splits: tl.constexpr, dtype: tl.conste
 
 
 @triton.jit
-def _normalized(value, weight_at, size, inside, eps, rounds_first: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of a vector, rounded to `dtype` before it is multiplied by the weights if `rounds_first`, and after."""
+def _normalized(value, weight_at, size, inside, eps, offset, rounds_first: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm of a vector, rounded to `dtype` before it is multiplied by `offset` plus weights if `rounds_first`."""
     wide = value.to(tl.float32)
     wide = wide * (1.0 / tl.sqrt(tl.sum(wide * wide) / size + eps))
     if rounds_first:
         wide = wide.to(dtype).to(tl.float32)
-    return (wide * tl.load(weight_at, mask=inside, other=0.0)).to(dtype)
+    return (wide * (offset + tl.load(weight_at, mask=inside, other=0.0).to(tl.float32))).to(dtype)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -123,8 +194,8 @@ def add_norm(
     out,
     size,
     stride,
-    after_eps,
-    next_eps,
+    eps,
+    offset,
     splits: tl.constexpr,
     has_after: tl.constexpr,
     has_residual: tl.constexpr,
@@ -134,7 +205,7 @@ def add_norm(
 ):
     """For one token, x (normalized if `has_after`) plus `residual` -> `summed`; its norm -> `out`.
 
-    x: [T, size], or parts of it; residual, summed, out: [T, size]; weights: [size], float32.
+    x: [T, size], or parts of it; residual, summed, out: [T, size]; weights: [size], of norms.
     """
     dtype: tl.constexpr = summed.dtype.element_ty
     columns = tl.arange(0, block)
@@ -142,12 +213,12 @@ def add_norm(
     row = tl.program_id(0).to(tl.int64) * size + columns
     value = _summed(x, row, inside, stride, splits, dtype)
     if has_after:
-        value = _normalized(value, after_weight + columns, size, inside, after_eps, rounds_first, dtype)
+        value = _normalized(value, after_weight + columns, size, inside, eps, offset, rounds_first, dtype)
     if has_residual:
         value = (tl.load(residual + row, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(dtype)
         tl.store(summed + row, value, mask=inside)
     if has_next:
-        normalized = _normalized(value, next_weight + columns, size, inside, next_eps, rounds_first, dtype)
+        normalized = _normalized(value, next_weight + columns, size, inside, eps, offset, rounds_first, dtype)
         tl.store(out + row, normalized, mask=inside)
 
 
@@ -156,13 +227,15 @@ def rotate_and_cache(
     qkv,
     cosines,
     sines,
-    weights,
+    queries_norm,
+    keys_norm,
     slots,
     columns,
     queries,
     keys,
     values,
     eps,
+    offset,
     heads,
     key_heads,
     slot_stride,
@@ -177,8 +250,7 @@ def rotate_and_cache(
     """One head of a token of the joint product: stores its query, key or value, the first two normalized and rotated.
 
     qkv: [T, heads + 2 key heads, D], or parts of it; cosines, sines: [T, D]; slots: [R]; columns: [T]; queries: [T,
-    heads, D]; keys, values: [S, key heads, P, D]; weights: [2, D], of the norms of queries and keys, float32.
-    half: D / 2.
+    heads, D]; keys, values: [S, key heads, P, D]; queries_norm, keys_norm: [D], weights. half: D / 2.
     """
     dtype: tl.constexpr = queries.dtype.element_ty
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -195,15 +267,18 @@ def rotate_and_cache(
         tl.store(place + half, high)
     else:
         if has_norms:
-            weight = weights + tl.where(head < heads, 0, size)
+            if head < heads:
+                weight_low, weight_high = tl.load(queries_norm + offsets), tl.load(queries_norm + half + offsets)
+            else:
+                weight_low, weight_high = tl.load(keys_norm + offsets), tl.load(keys_norm + half + offsets)
             wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
             square = tl.sum(wide_low * wide_low) + tl.sum(wide_high * wide_high)
             factor = 1.0 / tl.sqrt(square / size + eps)
             wide_low, wide_high = wide_low * factor, wide_high * factor
             if rounds_first:
                 wide_low, wide_high = wide_low.to(dtype).to(tl.float32), wide_high.to(dtype).to(tl.float32)
-            low = (wide_low * tl.load(weight + offsets)).to(dtype)
-            high = (wide_high * tl.load(weight + half + offsets)).to(dtype)
+            low = (wide_low * (offset + weight_low.to(tl.float32))).to(dtype)
+            high = (wide_high * (offset + weight_high.to(tl.float32))).to(dtype)
         angle = token * size + offsets
         cos_low, cos_high = tl.load(cosines + angle), tl.load(cosines + half + angle)
         sin_low, sin_high = tl.load(sines + angle), tl.load(sines + half + angle)

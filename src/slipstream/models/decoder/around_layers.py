@@ -47,10 +47,7 @@ class Rotations:
         if not self._table or len(self._table[0][0]) < max_positions or self._table[0][0].dtype != hidden.dtype:
             positions_in_order = torch.arange(max_positions)[None]
             self._table = [(cosines[0], sines[0]) for cosines, sines in self.computed(hidden, positions_in_order)]
-        size = hidden.shape[:2]
-        return [
-            (cosines[positions].expand(*size, -1), sines[positions].expand(*size, -1)) for cosines, sines in self._table
-        ]
+        return [(cosines[positions], sines[positions]) for cosines, sines in self._table]
 
     def computed(self, hidden: Tensor, positions: Tensor) -> list[Rope]:
         """The result of `ropes`, computed by the model's own module instead of read from the table."""

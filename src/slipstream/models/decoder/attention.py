@@ -205,6 +205,8 @@ def repeats_of(config: Any) -> int | None:
         return None
     if not isinstance(heads, int) or not isinstance(key_heads, int) or heads % key_heads:
         return None
+    if getattr(config, "num_global_key_value_heads", None) not in (None, key_heads):  # of layers without a window
+        return None
     return heads // key_heads
 
 
@@ -263,11 +265,6 @@ class MaskBuilder:
         if "sliding_attention" in self._kinds and self._window is not None:
             masks["sliding_attention"] = self._form(near)
         return masks if len(self._kinds) > 1 else masks[next(iter(self._kinds))]
-
-    def nothing(self, device: torch.device) -> Tensor | dict[str, Tensor]:
-        """A placeholder for layers that read no mask."""
-        empty = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        return dict.fromkeys(self._kinds, empty) if len(self._kinds) > 1 else empty
 
     def build_hybrid(self, queries: Tensor, keys: Tensor) -> dict[str, Tensor | None] | None:
         """`build` for a model with recurrent layers, which take no mask; None if all layers are recurrent."""

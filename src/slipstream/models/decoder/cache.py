@@ -152,6 +152,7 @@ class SlotCache:
         self.moves = 0  # grows whenever keys and values may have moved in memory
         self._slots = slice(0, 0)
         self._attended = 0
+        self._reach = (0, 0)  # the first slot and position after all that the next forward writes
         self._span: slice | None = None
         self._rows = self._columns = self._written = torch.empty(0, dtype=torch.int64)
         self._destinations: tuple[Tensor, Tensor] | None = None
@@ -167,6 +168,11 @@ class SlotCache:
     def _stored(self) -> list[Any]:
         """All data kept per position: keys and values, and hidden states, stored like the keys of one head."""
         return [*self.layers, *self.hidden.values()]
+
+    @property
+    def addresses(self) -> object:
+        """Changes whenever memory of keys, values, hidden states or recurrent states may have moved."""
+        return self.moves, len(self.hidden), 0 if self.states is None else self.states.moves
 
     def reserve(self, rows: int, length: int) -> None:
         """Reserve at least `rows` slots of `length` positions; existing content stays."""
@@ -259,7 +265,7 @@ class SlotCache:
         length = next((length for length in self.attended_lengths if length >= end), None)
         if length is None:
             length = -(-end // self.attended_unit) * self.attended_unit
-        self._attended = min(length, self.shape[1])
+        self._attended, self._reach = min(length, self.shape[1]), (slots, positions)
         self.hold(slots, max(self._attended, positions + self.spare_positions))
         return self._attended
 
@@ -322,13 +328,13 @@ class SlotCache:
 
     def destinations(self) -> tuple[Tensor, Tensor]:
         """Slots and positions [tokens] to which the next forward's tokens are written, row by row."""
+        slots, positions = self._reach
+        if slots > self.held[0] or positions > self.held[1]:
+            raise SlipstreamError(f"slot {slots - 1}, position {positions - 1}; reserved: {self.shape}")
         if self._destinations is None:
-            slots = torch.arange(self._slots.start, self._slots.stop).repeat_interleave(self._written.shape[1])
-            self._destinations = slots, self._written.flatten()
-        slots, positions = self._destinations
-        written = positions if self.tree is None else self.tree.into[1]
-        if int(slots.max()) >= self.held[0] or int(written.max()) >= self.held[1]:
-            raise SlipstreamError(f"slot {int(slots.max())}, position {int(written.max())}; reserved: {self.shape}")
+            width = self._written.shape[1]
+            each = [slot for slot in range(self._slots.start, self._slots.stop) for _ in range(width)]
+            self._destinations = torch.tensor(each), self._written.flatten()
         return self._destinations
 
     def blocks(self, mask: Tensor) -> list[Block]:

@@ -69,7 +69,7 @@ class Norm:
 
     def __init__(self, module: nn.Module, plan: NormPlan) -> None:
         weight: Any = getattr(module, "weight", None)
-        eps, bias = getattr(module, "variance_epsilon", getattr(module, "eps", None)), getattr(module, "bias", None)
+        eps, bias = _epsilon(module), getattr(module, "bias", None)
         if weight is None or eps != plan.eps:
             raise UnknownLayerError(f"{type(module).__name__} has no weight, or another epsilon than {plan.eps}")
         weight, self.bias, self._plan = weight.detach(), None if bias is None else bias.detach(), plan
@@ -104,6 +104,10 @@ class Norm:
         both = both.to(x.dtype if x.device.type == "cpu" or self._within is None else self._within.dtype)
         out = layer_norm(both, (2 * self._size,), self._within, None, self.eps).narrow(-1, 0, self._size).to(x.dtype)
         return out if self._after is None else out * self._after
+
+
+def _epsilon(norm: nn.Module) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 class RotaryEmbedding:
@@ -194,7 +198,7 @@ class LayerOps:
     """A layer computed by PyTorch's operators: the specification of all faster ops."""
 
     def __init__(self, layer: nn.Module, plan: LayerPlan, rope: RotaryEmbedding) -> None:
-        _check_modules(layer, plan)
+        check_modules(layer, plan)
         self.plan, self._rope = plan, rope
         self.heads, self.key_heads, self.size = plan.heads, plan.key_heads, plan.size
         self.latent: LatentHeads | None = None
@@ -224,7 +228,7 @@ class LayerOps:
         self.values_norm: Norm | None = None
         if plan.values_norm is not None:
             ones = torch.ones(plan.size, dtype=self.head_norms[0].factors.dtype)
-            eps = getattr(layer.get_submodule(plan.values_norm), "eps", None)
+            eps = _epsilon(layer.get_submodule(plan.values_norm))
             self.values_norm = Norm(cast(nn.Module, SimpleNamespace(weight=ones, eps=eps)), plan.norm)
         part = plan.input
         self.input_gate: Any = None if part is None else _product(layer, (part.gate,), part.size)
@@ -395,14 +399,19 @@ def fused_layers(model: nn.Module, plan: DecoderPlan) -> list[tuple[nn.Module, F
     Raises `UnknownLayerError` with the reason if a layer has other modules than its plan, or if other code replaced its
     forward.
     """
+    rope = RotaryEmbedding()
+    return [(layer, FusedLayer(layer, of, rope)) for layer, of in zip(layers_of(model, plan), plan.layers, strict=True)]
+
+
+def layers_of(model: nn.Module, plan: DecoderPlan) -> nn.ModuleList:
+    """The model's decoder layers. Raises `UnknownLayerError` if they cannot be told from other modules."""
     count = len(plan.layers)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(lists) > 1:  # an image tower may have the same number of layers
         lists = [m for m in lists if m is decoder_module(model, plan).layers]
     if len(lists) != 1:
         raise UnknownLayerError(f"it has {len(lists)} lists of {count} modules, not one")
-    rope = RotaryEmbedding()
-    return [(layer, FusedLayer(layer, of, rope)) for layer, of in zip(lists[0], plan.layers, strict=True)]
+    return lists[0]
 
 
 def decoder_module(model: Any, plan: DecoderPlan) -> Any:
@@ -421,7 +430,7 @@ def is_fused(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), FusedLayer)
 
 
-def _check_modules(layer: nn.Module, plan: LayerPlan) -> None:
+def check_modules(layer: nn.Module, plan: LayerPlan) -> None:
     """Raise `UnknownLayerError` unless a layer has its plan's modules, apart from activations and dropout."""
     parts = {path.partition(".")[0] for path in plan.modules if "." in path}
     paths = set[str]()
@@ -460,7 +469,7 @@ def _norm_of(layer: nn.Module, path: str | None, plan: LayerPlan) -> Norm | None
     if path is None:
         return None
     module = layer.get_submodule(path)
-    return Norm(module, replace(plan.norm, eps=getattr(module, "variance_epsilon", plan.norm.eps)))
+    return Norm(module, replace(plan.norm, eps=_epsilon(module) or plan.norm.eps))
 
 
 def _by_kernels(layer: nn.Module, path: str, plan: ExpertsPlan | LatentPlan) -> Any:

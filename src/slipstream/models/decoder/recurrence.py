@@ -246,6 +246,7 @@ class RecurrentStates:
         self._layers = {i: recurrence for i, (recurrence, _) in layers.items()}
         self._advances = {i: compiled for i, (_, compiled) in layers.items() if compiled is not None}
         self._memory = {i: LayerMemory(recurrence) for i, recurrence in self._layers.items()}
+        self.moves = 0  # grows whenever states have moved in memory
         self._taps = max(recurrence.taps for recurrence in self._layers.values())
         self._ring = RING
         self._slots: list[SlotPositions] = []
@@ -344,6 +345,7 @@ class RecurrentStates:
 
     def _resize(self, ring: int, ends: Sequence[int]) -> None:
         self._ring = ring
+        self.moves += 1
         for memory in self._memory.values():
             memory.resize(len(self._slots), ring, ends)
 

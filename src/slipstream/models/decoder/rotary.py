@@ -1,4 +1,4 @@
-"""Rotary angles by position, for the types of scaling in `around_layers.STATIC`.
+"""Rotary angles by position, for the types of scaling in `around_layers.STATIC` and for LongRoPE.
 
 The specification is transformers' `modeling_rope_utils`; results are equal to the bit, since operations run in its
 order.
@@ -12,32 +12,68 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+
+LONGROPE = "longrope"
 
 
 class RotaryAngles(nn.Module):
     """Cosines and sines of each type of layer."""
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, Any]], size: int) -> None:
-        """parameters: by type of layer, as in a configuration's `rope_parameters`; size: of a head."""
+    def __init__(
+        self, parameters: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, int], *, is_complex: bool = False
+    ) -> None:
+        """By type of layer. parameters: as in a configuration's `rope_parameters`; sizes: of a head.
+
+        is_complex: the model turns complex numbers, whose cosines and sines PyTorch rounds differently.
+        """
         super().__init__()
         self.rope_type = {kind: str(settings["rope_type"]) for kind, settings in parameters.items()}
-        self._scaled = {kind: frequencies(settings, size) for kind, settings in parameters.items()}
+        self._is_complex = is_complex
+        self._scaled = {kind: frequencies(settings, sizes[kind]) for kind, settings in parameters.items()}
+        self._long = {
+            kind: (settings["original_max_position_embeddings"], frequencies(settings, sizes[kind], is_long=True)[0])
+            for kind, settings in parameters.items()
+            if settings["rope_type"] == LONGROPE
+        }
+
+    def compute_on(self, device: torch.device) -> None:
+        """Move to this device."""
+        self._scaled = {kind: (turns.to(device), factor) for kind, (turns, factor) in self._scaled.items()}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, W, rotated] at positions [B, W], in the type of x; both halves have the same angles."""
         frequencies, factor = self._scaled[layer_type]
+        first_of_long, of_long = self._long.get(layer_type, (math.inf, frequencies))
+        if self._long and int(position_ids.max()) >= first_of_long:  # as transformers; see `rotations_by_length`
+            frequencies = of_long
         half = position_ids[..., None].float() * frequencies
+        if self._is_complex:
+            turns = torch.polar(torch.ones_like(half), half) * factor
+            cosines, sines = (torch.cat((part, part), -1).to(x.dtype) for part in (turns.real, turns.imag))
+            return cosines, sines
         angles = torch.cat((half, half), -1)
         return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
 
-def frequencies(settings: Mapping[str, Any], size: int) -> tuple[Tensor, float]:
-    """The angle per position of each pair of numbers, [rotated / 2], and a factor for cosines and sines."""
+def frequencies(settings: Mapping[str, Any], size: int, *, is_long: bool = False) -> tuple[Tensor, float]:
+    """The angle per position of each pair of numbers, [rotated / 2], and a factor for cosines and sines.
+
+    is_long: of long texts, with LongRoPE.
+    """
     rotated = int(size * settings.get("partial_rotary_factor", 1.0))
     periods = settings["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float) / rotated)
     kind = settings["rope_type"]
     if kind == "yarn":
         return _yarn(settings, periods, rotated)
+    if kind == LONGROPE:
+        factor, original = settings["factor"], settings["original_max_position_embeddings"]
+        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        divisors = torch.tensor(settings["long_factor" if is_long else "short_factor"])
+        return 1.0 / (divisors * periods), settings.get("attention_factor", usual)
+    if kind == "proportional":  # a head is rotated as a whole, its last pairs by nothing
+        periods = settings["rope_theta"] ** (torch.arange(0, rotated // 2 * 2, 2, dtype=torch.float) / size)
+        return pad(1.0 / periods, (0, size // 2 - len(periods))) / settings.get("factor", 1.0), 1.0
     unscaled = 1.0 / periods
     if kind == "llama3":
         return _llama3(settings, unscaled), 1.0

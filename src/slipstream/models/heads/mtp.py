@@ -24,6 +24,7 @@ from slipstream.models.cpu.quantized_linear import BITS, convert_experts
 from slipstream.models.decoder.attention import STATEFUL, MaskBuilder
 from slipstream.models.decoder.cache import KEYS_AND_VALUES, SlotLayer
 from slipstream.models.decoder.fused_linear import called_by_none, linear_calls
+from slipstream.models.decoder.planned_model import PlannedModel
 from slipstream.models.heads.features import FeatureReader, model_for
 from slipstream.models.heads.head_files import HeadFiles
 from slipstream.models.heads.head_tensors import converter, refuse_draft_dtype
@@ -204,7 +205,8 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
         raise UsageError(
             f"draft={MTP!r}: {type(decoder).__name__} has no final norm called 'norm'; allowed: another draft model"
         )
-    reader = _Reader(files, decoder, model.dtype, backend.device, options, token_first=head is not None)
+    kind = _of_transformers(model) if isinstance(model, PlannedModel) else (type(decoder), decoder.config)
+    reader = _Reader(files, *kind, model.dtype, backend.device, options, token_first=head is not None)
     layers = [reader.layer(number, names) for number, names in enumerate(layer_tensors)]
     count = sum(p.numel() for layer in layers for p in layer.decoder.parameters())
     fingerprint = f"mtp {len(layers)} {count} {model.dtype} {options.precision} of {target.fingerprint}"
@@ -212,6 +214,14 @@ def load_mtp(target: Loaded, options: LoadOptions, head: HeadFiles | None = None
     fingerprint += f" from {folder}" if folder else ""
     mtp_backend = MtpBackend(layers, target, norm)
     return Loaded(mtp_backend, name, target.end_ids, target.tokenizer, fingerprint=fingerprint, source=folder)
+
+
+def _of_transformers(model: PlannedModel) -> tuple[type, Any]:
+    """transformers' class of a planned model's decoder, and its configuration."""
+    from transformers import MODEL_MAPPING, AutoConfig
+
+    config = AutoConfig.for_model(**model.config.to_dict())
+    return MODEL_MAPPING[type(config)], config
 
 
 def _checkpoint(source: str, folder: str, options: LoadOptions) -> CheckpointFiles | None:
@@ -224,18 +234,20 @@ def _checkpoint(source: str, folder: str, options: LoadOptions) -> CheckpointFil
 class _Reader:
     """Reads layers for a target's decoder, in its type and on its device. options: the precision of the layers.
 
+    kind: transformers' class of the decoder; config: its configuration.
     token_first: projections take the token, then the hidden state, whatever the name of their tensor.
     """
 
     files: CheckpointFiles
-    decoder: Any
+    kind: Any
+    config: Any
     dtype: torch.dtype
     device: torch.device
     options: LoadOptions
     token_first: bool = False
 
     def layer(self, number: int, names: LayerTensors) -> MtpLayer:
-        size = self.decoder.config.hidden_size
+        size = self.config.hidden_size
         project = nn.Linear(2 * size, size, bias=False, device="meta")
         project.weight = nn.Parameter(self._tensor(names.parts["project"], size, 2 * size), requires_grad=False)
         tensors = {f"layers.0.{name}": self._tensor(stored) for name, stored in names.block.items()}
@@ -261,7 +273,7 @@ class _Reader:
 
     def _decoder(self, number: int, tensors: dict[str, Tensor]) -> Any:
         """A decoder of the target's class, with these tensors as its only layer and without an embedding."""
-        kind, config = type(self.decoder), _one_layer(self.decoder.config, number, any(SPARSE in n for n in tensors))
+        kind, config = self.kind, _one_layer(self.config, number, any(SPARSE in n for n in tensors))
         attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
         try:
             with quietly():

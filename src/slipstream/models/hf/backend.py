@@ -223,18 +223,23 @@ class HFBackend:
         return self._key_positions
 
     def _forward_rows(self, tokens: Tensor, starts: list[int], first_slot: int, keep: int | Tensor | None) -> Tensor:
-        keys = self.key_positions()
-        positions = torch.tensor(starts, device=self.device)[:, None] + keys[: tokens.shape[1]]
+        width = tokens.shape[1]
+        positions = torch.tensor([[*range(start, start + width)] for start in starts], device=self.device)
         shown = self._images.get(first_slot) if len(starts) == 1 else None
         block = None if shown is None else next((block for block in shown.blocks if block[0] == starts[0]), None)
         attended = self.cache.place(first_slot, starts, positions, sees_ahead=block is not None)
         states = self.cache.states
         slots = self._slots(range(first_slot, first_slot + len(starts)))
         if states is None:
-            own_masks = partial(self.masks.build, positions, keys[:attended], block=block)
-            return self._run(tokens, positions, own_masks, keep, slots)
-        states.begin(first_slot, starts, tokens.shape[1])
-        masks = partial(self.masks.build_hybrid, positions, keys[:attended])
+            return self._run(
+                tokens,
+                positions,
+                lambda: self.masks.build(positions, self.key_positions()[:attended], block=block),
+                keep,
+                slots,
+            )
+        states.begin(first_slot, starts, width)
+        masks = partial(self.masks.build_hybrid, positions, self.key_positions()[:attended])
         logits = self._run(tokens, positions, masks, keep, slots)
         states.end()
         return logits

@@ -65,9 +65,9 @@ def group_queries(backend: HFBackend, own_logits: OwnLogits | None = None) -> No
 
 
 def _heads_differ(backend: HFBackend) -> bool:
-    """True for a model with a plan, on the CPU, whose layers differ in their heads; only the kernels support that."""
+    """True for a model with a plan whose layers differ in their heads; only the kernels support that."""
     config = backend.model.config.get_text_config()
-    return backend.device.type == "cpu" and config.model_type in FAMILIES and repeats_of(config) is None
+    return config.model_type in FAMILIES and repeats_of(config) is None
 
 
 def _try_grouped(backend: HFBackend, repeats: int, own_logits: OwnLogits) -> str | None:
@@ -138,7 +138,7 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
         layers = fused_layers(backend.model, plan)
         if "fused layers" not in own_logits.passed:
             trials = [Trial(layer, layer.forward, forward) for layer, forward in layers]
-            if largest_error(backend, layers, trials) > tolerance(backend.model):
+            if largest_error(backend, trials) > tolerance(backend.model):
                 raise UnknownLayerError("the fused one gives different results")
             own_logits.passed.add("fused layers")
     except UnknownLayerError as error:
@@ -146,12 +146,11 @@ def fuse_layers(backend: HFBackend, own_logits: OwnLogits | None = None) -> list
         return []
     for layer, forward in layers:
         layer.forward = forward
-    if backend.device.type == "cpu":  # elsewhere forwards are captured as rectangles
-        use_compiled_ops(backend, plan, layers, own_logits)
-        # recurrent layers and transformers' attention need the same number of tokens in each row
-        own_attention = backend.masks.repeats is not None and all(layer.mixer is None for layer in plan.layers)
-        attends = own_attention or backend.stack is not None
-        backend.ragged = attends and backend.cache.states is None
+    use_compiled_ops(backend, plan, layers, own_logits)
+    # recurrent layers and transformers' attention need the same number of tokens in each row
+    own_attention = backend.masks.repeats is not None and all(layer.mixer is None for layer in plan.layers)
+    attends = own_attention or backend.stack is not None
+    backend.ragged = attends and backend.cache.states is None
     return layers
 
 
@@ -168,7 +167,7 @@ def use_compiled_ops(
         Trial(layer, forward, forward.with_ops(ops)) for (layer, forward), ops in zip(layers, compiled, strict=True)
     ]
     if "compiled layers" not in own_logits.passed:
-        if largest_error(backend, layers, trials) > tolerance(backend.model):
+        if largest_error(backend, trials) > tolerance(backend.model):
             backend.cache.store_as(None)
             warn_slower(
                 f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give different results"

@@ -84,7 +84,7 @@ def _switch(model: Any, module: nn.Module) -> int | None:
     end = longest_text(config) or 0
     x = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.get_input_embeddings().weight.device)
     positions = torch.arange(PROBE, device=x.device)[None]
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    kinds = sorted(set(getattr(config, "layer_types", None) or ("full_attention",)))
     by_kind = "layer_type" in inspect.signature(module.forward).parameters
     option_sets: list[dict[str, str]] = [{"layer_type": kind} for kind in kinds] if by_kind else [{}]
     for options in option_sets:
@@ -101,6 +101,8 @@ def _switch(model: Any, module: nn.Module) -> int | None:
 
 def drops_cache(model: Any, longest_short: int) -> bool:
     """True if `generate` rereads a text from its first token when it becomes long."""
+    if (declared := getattr(model, "drops_cache", None)) is not None:  # of a planned model
+        return bool(declared)
     from transformers import DynamicCache
 
     name, cache = cache_name(model), DynamicCache()

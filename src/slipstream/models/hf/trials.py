@@ -11,8 +11,8 @@ import hashlib
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +29,6 @@ from slipstream.models.cache_folder import read_measured, save_measured
 from slipstream.models.cpu.block_experts import RecordedChoices, experts_of, same_choices
 from slipstream.models.cpu.processor import processor
 from slipstream.models.cpu.quantized_linear import arithmetic_of, rounded_activations
-from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.thresholds import longest_text, thresholds
 from slipstream.models.loaded import LoadOptions
@@ -50,7 +49,7 @@ class Trial:
     """
 
     def __init__(self, layer: nn.Module, expected: Callable[..., Any], tried: Callable[..., Tensor]) -> None:
-        self._expected, self._tried, self._experts = expected, tried, experts_of(layer)
+        self.layer, self._expected, self._tried, self._experts = layer, expected, tried, experts_of(layer)
         self.error = 0.0  # see `difference`
 
     def __call__(self, hidden: Tensor, *inputs: Any, **options: Any) -> Any:
@@ -132,22 +131,29 @@ class OwnLogits:
         return max(difference(*pair) for pair in zip(computed, self.logits, strict=True))
 
 
-def largest_error(backend: Backend, layers: Sequence[tuple[nn.Module, FusedLayer]], trials: Sequence[Trial]) -> float:
+def largest_error(backend: Backend, trials: Sequence[Trial]) -> float:
     """The largest difference of any layer's outputs in a few forwards of the backend."""
-    replaced = [layer.__dict__.get("forward") for layer, _ in layers]
-    for (layer, _), trial in zip(layers, trials, strict=True):
-        layer.forward = trial
-    try:
+    with forwards_replaced([(trial.layer, trial) for trial in trials]):
         check_logits(a_few_logits(backend))
         if isinstance(backend, HFBackend):
             later_logits(backend)
-    finally:
-        for (layer, _), forward in zip(layers, replaced, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
     return max(trial.error for trial in trials)
+
+
+@contextmanager
+def forwards_replaced(forwards: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Inside the block, these modules have these forwards."""
+    replaced = [module.__dict__.get("forward") for module, _ in forwards]
+    for module, forward in forwards:
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for (module, _), before in zip(forwards, replaced, strict=True):
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
 
 
 def tolerance(model: Any) -> float:
@@ -242,7 +248,8 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, la
     if files is None or is_adapter or options.extra or not is_known:
         return PassedTrials()
     versions = f"torch {torch.__version__} transformers {version('transformers')} slipstream {_digest_of_code()}"
-    machine = f"{platform.machine()} {processor().model_name} threads {torch.get_num_threads()} {model.device}"
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
+    machine = f"{platform.machine()} {processor().model_name} threads {torch.get_num_threads()} {device}"
     switches = {name: value for name, value in sorted(os.environ.items()) if name.startswith("SLIPSTREAM_")}
     what = f"{type(model).__name__} {model.dtype} {arithmetic_of(model)} {layer_kind} fast {options.fast} {switches}"
     return PassedTrials(f"{machine} {versions} {what} {model.config.to_json_string()} {files}")

@@ -9,14 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
-import torch
-from torch import Tensor
 
 from slipstream.models.weights.gguf_file import GGUFHeader
-from slipstream.models.weights.gguf_metadata import FACTORS, REQUIRED, Metadata, rope_parameters, rotary_base
+from slipstream.models.weights.gguf_metadata import (
+    FACTORS,
+    LONG_FACTORS,
+    REQUIRED,
+    Metadata,
+    rope_parameters,
+    rotary_base,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Settings = dict[str, Any]  # the fields of a configuration
 Order = Callable[[Settings, int], Any]  # (fields, number of rows) -> for each row of the parameter, its row in the file
@@ -121,6 +129,8 @@ def _rotate(metadata: Metadata, settings: Settings, partly: bool) -> None:
     rotated = metadata.value("rope.dimension_count", int, size)
     if not 0 < rotated <= size or rotated % 2:
         raise metadata.wrong("rope.dimension_count", rotated, f"even numbers to {size}")
+    if rotated != 2 * len(settings["rope_parameters"].get("long_factor", range(rotated // 2))):
+        raise metadata.wrong("rope.dimension_count", rotated, f"two for each number of {LONG_FACTORS!r}")
     settings["rope_parameters"]["partial_rotary_factor"] = rotated / size
 
 
@@ -168,7 +178,11 @@ def _without_one(tensor: Tensor) -> Tensor:
 
 
 def _logarithm(tensor: Tensor) -> Tensor:
-    return torch.log(-tensor)
+    return (-tensor).log()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.flatten()
 
 
 def _transposed(tensor: Tensor) -> Tensor:
@@ -177,12 +191,16 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 def _experts_interleaved(gate: Tensor, up: Tensor) -> Tensor:
     """[experts, inputs, 2 * outputs] or [experts, 2 * outputs], alternating gate and up."""
+    import torch  # not sooner, so that a file can be packed while it is imported
+
     gate_up = torch.stack((gate, up), 2).flatten(1, 2)
     return gate_up.mT if gate_up.dim() == 3 else gate_up
 
 
 def _keys_and_values(keys: Tensor, values: Tensor | None = None) -> Tensor:
     """[heads * (key + value), rank], from keys [heads, rank, key] and values [heads, value, rank], or as it is."""
+    import torch
+
     return keys if values is None else torch.cat([keys.mT, values], 1).flatten(0, 1)
 
 
@@ -382,7 +400,7 @@ def _deepseek2(metadata: Metadata, settings: Settings) -> None:
     layers = range(settings["num_hidden_layers"])
     settings |= {
         "num_key_value_heads": heads,
-        "qk_rope_head_dim": rotated,
+        **dict.fromkeys(("qk_rope_head_dim", "head_dim"), rotated),
         "qk_nope_head_dim": metadata.value(key, int) - rotated,
         "v_head_dim": metadata.value(value, int),
         "q_lora_rank": metadata.value("attention.q_lora_rank", int, 0) or None,
@@ -884,7 +902,7 @@ ARCHITECTURES = {
             "post_feedforward_layernorm_1": "post_ffw_norm_1",
             "post_feedforward_layernorm_2": "post_ffw_norm_2",
         },
-        {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+        {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": None},
         expects=ANY_EXPERTS,
         scalings=("proportional",),
         finish=_gemma4,
@@ -910,7 +928,7 @@ ARCHITECTURES = {
             "mamba.dt_bias": "ssm_dt.bias",
             "mamba.A_log": Source(("ssm_a",), change=_logarithm),
             "mamba.D": "ssm_d",
-            "mamba.norm": Source(("ssm_norm",), change=torch.flatten),
+            "mamba.norm": Source(("ssm_norm",), change=_flat),
             "mamba.out_proj": "ssm_out",
         },
         SILU | {"mamba_proj_bias": False},

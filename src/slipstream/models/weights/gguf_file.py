@@ -43,6 +43,7 @@ OTHER_KINDS = {
     "mmproj": "the image or audio part of another model",
     "imatrix": "statistics to quantize another model with",
 }
+PIECE = 1 << 22  # bytes of the file that a thread packs at a time
 ALIGNMENT = 32  # bytes; the default alignment
 
 
@@ -73,7 +74,17 @@ class TensorEntry:
     @property
     def row_bytes(self) -> int | None:
         """Bytes of a row; None if the type is unknown."""
-        return None if self.block is None else self.shape[-1] // self.block.size * self.block.bytes
+        return None if self.block is None else self.block.row_bytes(self.shape[-1])
+
+    @property
+    def packed_block(self) -> BlockFormat:
+        """Its block type, which must be one that the kernels compute with."""
+        assert self.block is not None
+        return self.block
+
+    def packed_size(self, library: Any) -> int:
+        """Bytes of the panels of a matrix that has such a type."""
+        return self.packed_block.panels_size(self.matrix, library)
 
     @property
     def num_bytes(self) -> int:

@@ -226,13 +226,15 @@ def _by_two_factors(metadata: Metadata) -> dict[str, Any]:
         raise metadata.header.wrong(f"it has one of {LONG_FACTORS!r} and {SHORT_FACTORS!r}", "both, of one length")
     length = metadata.value("context_length", int)
     original = metadata.value("rope.scaling.original_context_length", int, length)
+    if original < 2:
+        raise metadata.wrong("rope.scaling.original_context_length", original, "a number from 2")
     settings = {
         "rope_type": "longrope",
         "original_max_position_embeddings": original,
         "long_factor": [shortest(number) for number in long],
         "short_factor": [shortest(number) for number in short],
     }
-    by_length = sqrt(1 + log(length / original) / log(original)) if length > original > 1 else 1.0
+    by_length = sqrt(1 + log(length / original) / log(original)) if length > original else 1.0
     attention = metadata.value("rope.scaling.attn_factor", float, by_length)
     # transformers computes a factor that follows from the lengths, without rounding
     return settings if abs(attention - by_length) < 1e-4 else settings | {"attention_factor": attention}

@@ -1,20 +1,14 @@
-"""The tensors of a GGUF file, with a Hugging Face model's names and order of rows.
-
-Separate threads pack matrices for the kernels while transformers is imported: the import takes seconds on one core and
-holds Python's lock. Packing needs neither the lock nor the model, except for the order of some rows.
-"""
+"""The tensors of a GGUF file, with a Hugging Face model's names and order of rows."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Lock
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, cast
 from weakref import finalize
 
@@ -23,17 +17,14 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cache_folder import panels_folder
 from slipstream.models.cpu.block_experts import ExpertStacks, Stack
-from slipstream.models.cpu.block_linear import BlockPart, Memory, Table, fits_blocks
-from slipstream.models.cpu.expert_store import ExpertStore
+from slipstream.models.cpu.block_linear import BlockPart, Table
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
-from slipstream.models.cpu.huge_pages import HugePages, SmallPages
-from slipstream.models.cpu.kernel_libraries import block_kernels
+from slipstream.models.cpu.huge_pages import HugePages, SmallPages, as_tensor
+from slipstream.models.cpu.kernel_libraries import address, block_kernels
 from slipstream.models.cpu.latent_heads import LatentStacks, latent_of, stacks_of_part
-from slipstream.models.cpu.processor import NoKernelsError, memory_bytes
-from slipstream.models.cpu.structs import TYPES, BlockFormat, FilePieceStruct
-from slipstream.models.cpu.thread_placement import free_thread
+from slipstream.models.cpu.processor import NoKernelsError
+from slipstream.models.cpu.structs import TYPES, BlockFormat, PartStruct
 from slipstream.models.decoder.plan import ExpertsPlan, LatentPlan
 from slipstream.models.weights.gguf_architectures import (
     Order,
@@ -44,143 +35,13 @@ from slipstream.models.weights.gguf_architectures import (
 )
 from slipstream.models.weights.gguf_file import INSTALL, GGUFHeader, TensorEntry, ends_within, not_finite
 from slipstream.models.weights.gguf_metadata import FACTORS, LONG_FACTORS, SHORT_FACTORS
-from slipstream.models.weights.panel_files import PIECE, mapped_panels, packed_size
+from slipstream.models.weights.gguf_packing import PackedAhead, stays_in_file
 from slipstream.models.weights.unused_tensors import refuse_unused
 
 log = logging.getLogger("slipstream")
 
-TABLE, LAYER_TABLE, OUTPUT = "token_embd.weight", "per_layer_token_embd.weight", "output.weight"
-ROUTERS = "ffn_gate_inp.weight"  # read in full like vectors
-EXPERTS = "_exps."
-LARGE = 1 / 3  # of the memory: larger models are mapped from a file, which the system can evict
-FILLED = 3 / 4  # of the memory: limit for weights that the system cannot evict
 UNPACKED = 1 << 24  # numbers that are unpacked at a time
 SUPPORTED = ", ".join(block.name for block in TYPES if block.number >= 0)
-
-
-class PackedAhead:
-    """Packs a file's matrices in threads that start immediately. As a context manager it stops them at its end.
-
-    A large model's panels are mapped from a file. If that is impossible, `store` keeps the experts in use in memory.
-    """
-
-    def __init__(self, header: GGUFHeader, library: Any) -> None:
-        """header: all its matrices must have types that the kernels support."""
-        entries = []
-        if os.name == "posix":  # the kernels read the file by pread
-            entries = [entry for entry in header.tensors.values() if _is_packed(header, entry)]
-        size, available = sum(packed_size(entry, library) for entry in entries), memory_bytes()
-        is_large = available is not None and size > LARGE * available
-        mapped = mapped_panels(header, entries, library) if is_large else None
-        self.store: ExpertStore | None = None
-        if available is not None and is_large and mapped is None:
-            self.store = _expert_store(header, entries, library, available)
-            entries = [entry for entry in entries if self.store is None or EXPERTS not in entry.name]
-        if available is not None and size > available:
-            log.warning(
-                "%s takes %.1f GB, more than the %.1f GB of memory: it is read from the disk repeatedly, which is slow",
-                *(header.file.name, size / 1e9, available / 1e9),
-            )
-        memory: Memory = mapped or HugePages()
-        self._parts = {
-            entry.name: BlockPart(check_kind(entry), entry.matrix, None, library, memory) for entry in entries
-        }
-        by_file = [[entry for entry in entries if entry.file == file and mapped is None] for file in header.parts]
-        self._files = [_FilePieces(group, self._parts, is_large) for group in by_file if group]
-        self._library = library
-        threads = max(1, torch.get_num_threads()) if self._files else 0
-        self._threads = ThreadPoolExecutor(threads or 1, "packing", free_thread)
-        self._tasks = [self._threads.submit(self._pack) for _ in range(threads)]
-
-    def _pack(self) -> None:
-        for pieces in self._files:
-            pieces.pack(self._library)
-
-    def part(self, name: str) -> BlockPart | None:
-        """The matrix of this name, after waiting until all are packed; None if it is not packed here."""
-        for thread in self._tasks:
-            thread.result()
-        return self._parts.pop(name, None)
-
-    def __enter__(self) -> PackedAhead:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for pieces in self._files:
-            pieces.stop()
-        self._threads.shutdown()
-
-
-class _FilePieces:
-    """The matrices of one file that are packed, in pieces that threads take in turn."""
-
-    def __init__(self, entries: list[TensorEntry], parts: dict[str, BlockPart], drops: bool) -> None:
-        """drops: ask the system to drop its cached copy of the file, for which panels leave no memory."""
-        self._drops = drops
-        ranges = [(entry, *rows) for entry in entries for rows in parts[entry.name].steps(PIECE)]
-        self._file, self._entries = entries[0].file, [entry for entry, _, _ in ranges]  # an entry for each piece
-        structs = (_piece(entry, parts[entry.name], first, last) for entry, first, last in ranges)
-        self._pieces, self._next = (FilePieceStruct * len(ranges))(*structs), ctypes.c_int64(0)
-
-    def pack(self, library: Any) -> None:
-        """Pack pieces until none is left; several threads share the work."""
-        with self._file.open("rb", buffering=0) as stream:
-            shared = self._pieces, len(self._pieces), ctypes.byref(self._next)
-            failed = library.pack_pieces(stream.fileno(), *shared, self._drops)
-        if failed < 0:
-            return
-        entry = self._entries[failed % len(self._pieces)]
-        if failed >= len(self._pieces):
-            raise not_finite(entry)
-        if self._file.stat().st_size < entry.start + entry.num_bytes:
-            raise ends_within(entry)
-        raise SlipstreamError(f"model {str(self._file)!r}: tensor {entry.name!r} could not be read into memory")
-
-    def stop(self) -> None:
-        # no thread finds another piece
-        self._next.value = len(self._pieces)
-
-
-def _piece(entry: TensorEntry, part: BlockPart, first: int, last: int) -> ctypes.Structure:
-    start = entry.start + first * part.row_bytes
-    return FilePieceStruct(part.block.code, last - first, part.inputs, start, part.from_row(first))
-
-
-def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
-    is_matrix = len(entry.shape) in (2, 3) and 0 not in entry.shape
-    if not is_matrix or entry.block is None or not fits_blocks(entry.shape[-1], entry.block):
-        return False
-    sources = architecture_of(header).tensors.values()
-    reordered = [name for source in sources if isinstance(source, Source) and source.order for name in source.names]
-    if entry.name.endswith((ROUTERS, *(f".{name}.weight" for name in reordered))):
-        return False
-    return not stays_in_file(header, entry.name)
-
-
-def _expert_store(
-    header: GGUFHeader, entries: Sequence[TensorEntry], library: Any, available: int
-) -> ExpertStore | None:
-    """Memory for the experts in use, as much as is left; None without experts, or if all matrices fit."""
-    sizes = {entry.name: packed_size(entry, library) for entry in entries}
-    experts = [entry for entry in entries if EXPERTS in entry.name]
-    others, bytes_of_expert = sum(sizes.values()) - sum(sizes[entry.name] for entry in experts), dict[str, int]()
-    for entry in experts:
-        layer = entry.name.split(".")[1]
-        bytes_of_expert[layer] = bytes_of_expert.get(layer, 0) + sizes[entry.name] // entry.shape[0]
-    largest, count = max(bytes_of_expert.values(), default=0), max((entry.shape[0] for entry in experts), default=0)
-    needed = others + largest * count
-    if needed > FILLED * available:
-        raise header.wrong(
-            f"it takes {needed / 1e9:.1f} GB of memory at once, and its panels cannot be kept in {panels_folder()}",
-            f"{FILLED * available / 1e9:.1f} GB, {FILLED:.0%} of the memory, or {sum(sizes.values()) / 1e9:.1f} GB of "
-            "free space there (SLIPSTREAM_MODELS names another folder)",
-        )
-    if not experts:
-        return None
-    num_slots = min(int((FILLED * available - others) // largest), count * len(bytes_of_expert))
-    return ExpertStore(header.parts, largest, num_slots)
 
 
 def check_single(header: GGUFHeader) -> None:
@@ -194,11 +55,6 @@ def check_single(header: GGUFHeader) -> None:
 
 def _made_from(parameter: str, tensors: Sequence[str]) -> NotInBlocksError:
     return NotInBlocksError(f"{parameter} is made from {' and '.join(tensors)}; computed with: one tensor as it is")
-
-
-def stays_in_file(header: GGUFHeader, name: str) -> bool:
-    """True if a tensor is an embedding that is not also the output layer; its rows are read when needed."""
-    return name == LAYER_TABLE or (name == TABLE and OUTPUT in header.tensors)
 
 
 class RowReader:
@@ -235,6 +91,16 @@ class RowReader:
         return part
 
 
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows of a matrix as they are in a file."""
+
+    name: str
+    block: BlockFormat
+    inputs: int
+    rows: Any  # [outputs, bytes] uint8
+
+
 class RowsOfFile:
     """A table that stays in the file, since each forward needs only a few of its rows. Thread-safe.
 
@@ -245,29 +111,28 @@ class RowsOfFile:
         """scale: multiplies all weights, see `BlockPart.scale`."""
         self.outputs, self.inputs = entry.shape
         self._entry, self._library, self._scale = entry, library, scale
+        self._block, self._row_bytes = check_kind(entry), cast(int, entry.row_bytes)
         self._stream, self._lock = entry.file.open("rb", buffering=0), Lock()
         finalize(self, self._stream.close)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        block, row_numbers = self._entry.block, outputs.tolist()
-        assert block is not None
+        row_numbers, size, library = outputs.tolist(), self._row_bytes, self._library
         if row_numbers and not (min(row_numbers) >= 0 and max(row_numbers) < self.outputs):
             raise IndexError(f"rows from {min(row_numbers)} to {max(row_numbers)}; allowed: 0 to {self.outputs - 1}")
-        row_bytes = cast(int, self._entry.row_bytes)
-        read = bytearray(len(row_numbers) * row_bytes)
-        target = memoryview(read)
+        rows, count = list[bytes](), len(row_numbers)
         with self._lock:
-            for index, row in enumerate(row_numbers):
-                self._stream.seek(self._entry.start + row * row_bytes)
-                if self._stream.readinto(target[index * row_bytes : (index + 1) * row_bytes]) != row_bytes:
-                    raise ends_within(self._entry)
-        rows = numpy.frombuffer(read, numpy.uint8).reshape(len(row_numbers), row_bytes)
-        shape = len(row_numbers), self.inputs
-        packed = BlockPart(block, shape, lambda first, last: rows[first:last], self._library, SmallPages())
-        if not packed.is_finite:
+            for row in row_numbers:
+                self._stream.seek(self._entry.start + row * size)
+                rows.append(self._stream.read(size))
+        if any(len(row) < size for row in rows):
+            raise ends_within(self._entry)
+        panels = as_tensor(SmallPages().take(self._block.panels_size((count, self.inputs), library)))
+        if not library.pack_panels(self._block.code, b"".join(rows), count, self.inputs, address(panels), 1):
             raise not_finite(self._entry)
-        packed.scale = self._scale
-        return packed.rows(torch.arange(len(row_numbers)))
+        part = PartStruct(self._block.code, count, address(panels), address(self._scale))
+        out, places = torch.empty(count, self.inputs), torch.arange(count)
+        library.unpack_rows(ctypes.byref(part), self.inputs, address(places), count, address(out))
+        return out
 
 
 def check_kind(entry: TensorEntry) -> BlockFormat:
@@ -398,6 +263,18 @@ class GGUFTensors:
             parts.append(part)
         return parts
 
+    def stored(self, parameter: str, shape: tuple[int, ...]) -> list[StoredRows]:
+        """A matrix of the file [shape] as it is, in the model's order of rows, in parts whose rows are concatenated."""
+        entries, order, columns = self._matrix(parameter, cast(tuple[int, int], shape))
+        parts = []
+        for entry in entries:
+            if columns is not None or self._scale(entry) is not None:
+                raise NotInBlocksError(f"tensor {entry.name!r} has columns in another order, or a scale")
+            block, rows = check_kind(entry), self._reader.rows(entry, 0, entry.shape[0])
+            rows = rows.copy() if order is None else rows[order]
+            parts.append(StoredRows(entry.name, block, entry.shape[1], rows))
+        return parts
+
     def _packed(self, entry: TensorEntry) -> BlockPart | None:
         """The matrix that was packed ahead, if it was."""
         return None if self._ahead is None else self._ahead.part(entry.name)
@@ -451,7 +328,7 @@ class GGUFTensors:
         parts, scales = list[BlockPart](), list[Tensor | None]()
         for entry, shape in zip(entries, shapes, strict=True):
             self.check_shape(entry, shape)
-            if not fits_blocks(shape[-1], check_kind(entry)):
+            if not check_kind(entry).fits(shape[-1]):
                 raise NotInBlocksError(f"tensor {entry.name!r} has rows of {shape[-1]} numbers, not whole blocks")
             matrix = replace(entry, shape=entry.matrix)
             parts.append(self._packed(entry) or self._reader.part(matrix, library, self._memory, None))
@@ -476,7 +353,7 @@ class GGUFTensors:
             raise _made_from(parameter, [entry.name for entry in entries])
         for entry in entries:
             self.check_shape(entry, (rows, shape[1]))
-            if not fits_blocks(shape[1], check_kind(entry)):
+            if not check_kind(entry).fits(shape[1]):
                 raise NotInBlocksError(
                     f"tensor {entry.name!r} has rows of {shape[1]} numbers; computed with: multiples of 32"
                 )
@@ -489,7 +366,7 @@ def unpacked_rows(entry: TensorEntry, rows: Any) -> Tensor:
     if dtype is not None:
         return torch.from_numpy(rows.copy()).view(dtype).float()
     shape = len(rows), entry.shape[-1]
-    if entry.block is not None and fits_blocks(entry.shape[-1], entry.block):
+    if entry.block is not None and entry.block.fits(entry.shape[-1]):
         with suppress(NoKernelsError):
             part = BlockPart(entry.block, shape, lambda first, last: rows[first:last], block_kernels(), SmallPages())
             return part.rows(torch.arange(len(rows)))

@@ -20,23 +20,21 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
 
 from slipstream.durable_files import locked, replaced
 from slipstream.errors import os_reason
 from slipstream.models.cache_folder import PANELS, panels_folder
-from slipstream.models.cpu.block_linear import BlockPart, panels_size
+from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.huge_pages import SmallPages
-from slipstream.models.cpu.structs import LANES, BlockFormat, FilePieceStruct
+from slipstream.models.cpu.structs import LANES, FilePieceStruct
 from slipstream.models.cpu.thread_placement import free_thread
 from slipstream.models.notices import TimeLeft, progress_bar
-from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, ends_within, not_finite
+from slipstream.models.weights.gguf_file import PIECE, GGUFHeader, TensorEntry, ends_within, not_finite
 
 log = logging.getLogger("slipstream")
 
 SAMPLE = 4096  # bytes of each tensor, which distinguish files with equal headers
 PROBE_INPUTS = 512
-PIECE = 1 << 22  # bytes of the GGUF file that a thread packs at a time
 LARGEST_SHARE = 0.9  # of the free disk space
 
 
@@ -49,9 +47,9 @@ class MappedPanels:
         numbers = numpy.frombuffer(pages, numpy.uint8)
         memory: Any = (ctypes.c_uint8 * len(numbers)).from_address(numbers.ctypes.data)
         memory.owner = numbers  # keeps the mapping alive; ctypes hides from PyTorch that it is read-only
-        self._rest = torch.frombuffer(memory, dtype=torch.uint8)
+        self._rest = memoryview(memory)
 
-    def take(self, size: int) -> Tensor:
+    def take(self, size: int) -> memoryview:
         panels, self._rest = self._rest[:size], self._rest[size:]
         return panels
 
@@ -63,7 +61,7 @@ def mapped_panels(header: GGUFHeader, entries: Sequence[TensorEntry], library: A
     """
     source = _identity(header, entries)
     file = panels_folder() / f"{header.stem}-{source}-{_layout(entries, library)}{PANELS}"
-    size = sum(packed_size(entry, library) for entry in entries)
+    size = sum(entry.packed_size(library) for entry in entries)
     if not _is_whole(file, size):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,16 +83,6 @@ def mapped_panels(header: GGUFHeader, entries: Sequence[TensorEntry], library: A
             )
             return None
     return MappedPanels(file)
-
-
-def packed_size(entry: TensorEntry, library: Any) -> int:
-    """Bytes of a matrix's panels."""
-    return panels_size(_block(entry), entry.matrix, library)
-
-
-def _block(entry: TensorEntry) -> BlockFormat:
-    assert entry.block is not None
-    return entry.block
 
 
 def _is_whole(file: Path, size: int) -> bool:
@@ -119,7 +107,7 @@ def _identity(header: GGUFHeader, entries: Sequence[TensorEntry]) -> str:
 def _layout(entries: Sequence[TensorEntry], library: Any) -> str:
     """A digest of the layout that the kernels give panels of these matrices' types."""
     digest = hashlib.sha256()
-    for block in sorted({_block(entry) for entry in entries}, key=lambda block: block.code):
+    for block in sorted({entry.packed_block for entry in entries}, key=lambda block: block.code):
         row_bytes = PROBE_INPUTS // block.size * block.bytes
         rows = (numpy.arange(LANES * row_bytes) * 7919 >> 3).astype(numpy.uint8).reshape(LANES, row_bytes)
 
@@ -142,7 +130,7 @@ def _make_room(file: Path, prefix: str, size: int) -> None:
 
 
 def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], library: Any) -> None:
-    ends = list(accumulate(packed_size(entry, library) for entry in entries))
+    ends = list(accumulate(entry.packed_size(library) for entry in entries))
     pieces = [piece for entry, end in zip(entries, ends, strict=True) for piece in _pieces(entry, end, library)]
     name, size = header.file.name, ends[-1]
     message = f"packing {name!r} into {file} ({size / 1e9:.1f} GB, once) ..."
@@ -180,11 +168,9 @@ def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], libra
 
 def _pieces(entry: TensorEntry, end: int, library: Any) -> Iterator[tuple[TensorEntry, ctypes.Structure, int, int]]:
     """Pieces of a matrix's rows, with the position and size in bytes of their panels. end: of its last panel."""
-    block, (outputs, inputs) = _block(entry), entry.matrix
-    panel_bytes, row_bytes = library.panel_bytes(block.code, inputs), inputs // block.size * block.bytes
-    start = end - packed_size(entry, library)
-    step = max(PIECE // row_bytes // LANES, 1) * LANES
-    for first in range(0, outputs, step):
-        rows = min(step, outputs - first)
-        struct = FilePieceStruct(block.code, rows, inputs, entry.start + first * row_bytes, None)
-        yield entry, struct, start + first // LANES * panel_bytes, -(-rows // LANES) * panel_bytes
+    block, inputs = entry.packed_block, entry.matrix[1]
+    panel_bytes, row_bytes = library.panel_bytes(block.code, inputs), block.row_bytes(inputs)
+    start = end - entry.packed_size(library)
+    for first, last in block.row_ranges(entry.matrix, PIECE):
+        struct = FilePieceStruct(block.code, last - first, inputs, entry.start + first * row_bytes, None)
+        yield entry, struct, start + first // LANES * panel_bytes, -(-(last - first) // LANES) * panel_bytes

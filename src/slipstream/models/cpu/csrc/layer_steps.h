@@ -276,6 +276,7 @@ struct stack {
     number *hidden;
     int64_t tokens;
     const number *const *rotations;
+    const struct norm *norm;
     number *space;
 };
 
@@ -285,6 +286,11 @@ static void keep_entering(number *entering, const cache_type *memory, const numb
         int64_t to = memory->slots[t] * memory->length + memory->places[t];
         memcpy(entering + to * width, hidden + t * width, width * sizeof *hidden);
     }
+}
+
+/* out = the norm of x, both [tokens][size]. */
+void normalize_tokens(const struct norm *norm, const number *x, int64_t tokens, int64_t size, number *out) {
+    for (int64_t t = 0; t < tokens; t++) normalize(norm, x + t * size, size, out + t * size);
 }
 
 static void compute_layers(void *given) {
@@ -300,21 +306,23 @@ static void compute_layers(void *given) {
         if (of->entering) keep_entering(of->entering, &memory, stack->hidden, stack->tokens, width);
         whole_layer(layer, &memory, stack->hidden, stack->tokens, own[0], own[1], stack->hidden, stack->space);
     }
+    if (!stack->norm) return;
+    const struct stacked_layer *end = stack->layers + stack->count;
+    int64_t width = ((const layer_type *)stack->layers->layer)->hidden;
+    cache_type memory = *stack->shared;
+    memory.length = end->length;
+    if (end->entering) keep_entering(end->entering, &memory, stack->hidden, stack->tokens, width);
+    normalize_tokens(stack->norm, stack->hidden, stack->tokens, width, stack->hidden);
 }
 
-/* All layers of a model: hidden [tokens][hidden] becomes the output of the last one. shared: the cache, but for keys,
- * values, length, window and scaling, which each layer has of its own; a second embedding's numbers for each layer follow
- * those for the one before. rotations: cosines and sines of each kind.
- * space: for the layer that needs the most, see `layer_scratch`. */
+/* All layers of a model: hidden [tokens][hidden] becomes the output of the last one or, with a norm, that norm of it;
+ * layers[count] then has the place for what enters the norm. shared: the cache, but for keys, values, length, window and
+ * scaling, which each layer has of its own; a second embedding's numbers for each layer follow those for the one before.
+ * rotations: cosines and sines of each kind. space: for the layer that needs the most, see `layer_scratch`. */
 void all_layers(const struct stacked_layer *layers, int64_t count, const cache_type *shared, number *hidden,
-                int64_t tokens, const number *const *rotations, number *space) {
-    struct stack stack = {layers, count, shared, hidden, tokens, rotations, space};
+                int64_t tokens, const number *const *rotations, const struct norm *norm, number *space) {
+    struct stack stack = {layers, count, shared, hidden, tokens, rotations, norm, space};
     keep_team(compute_layers, &stack);
-}
-
-/* out = the norm of x, both [tokens][size]. */
-void normalize_tokens(const struct norm *norm, const number *x, int64_t tokens, int64_t size, number *out) {
-    for (int64_t t = 0; t < tokens; t++) normalize(norm, x + t * size, size, out + t * size);
 }
 
 /* The largest number of inputs of a product of a layer. */

@@ -354,6 +354,6 @@ static void share_items(const struct member *me, void *given) {
 void for_each(int64_t count, int shared, item_function *function, void *of) {
     struct items items = {count, function, of};
     struct member alone = {0, 1, 0};
-    if (shared) in_team(share_items, &items);
+    if (shared && count > 1) in_team(share_items, &items);
     else share_items(&alone, &items);
 }
