@@ -168,8 +168,8 @@ class Planner:
     _unread_seconds: float = 0.0  # spent on rows that ran alone since the draft model last read one
     _read: WeakSet[Row] = field(default_factory=WeakSet)
     _share_left: float = 1.0  # of new rows, see `RowPlan`
-    # running means, per row: what a search for retrieval drafts takes, and what the accepted tokens save; None before
-    # the first search. What verifying costs is left out, since drafts that it is not worth are cut in any case
+    # running means, per row: what a search for retrieval drafts takes, and what its drafts save after the cost of
+    # verifying them; None before the first search
     _search_seconds: float = 0.0
     _saved_seconds: float | None = None
 
@@ -346,9 +346,19 @@ class Planner:
         # with steps of a draft model, the seconds are theirs as well
         if not any(round.origin.source == RETRIEVAL for round in rounds) or rounds[0].num_draft_steps:
             return
-        count = rounds[0].num_rows
-        token_seconds = self.costs.verify(count, 0) / count  # without drafts
-        saved = sum(round.without_forced.num_accepted_tokens for round in rounds) * token_seconds / count
+        rounds = [round.without_forced for round in rounds]
+        count, drafted = rounds[0].num_rows, [len(round.draft) for round in rounds]
+        accepted = [round.num_accepted_tokens for round in rounds]
+        tokens = sum(
+            sum(worth.of_draft([1.0] * n, range(n), min(accepted)))
+            for worth, n in zip(worth_of_tokens(rows, self.costs.verify), accepted, strict=True)
+        )
+        plain = self.costs.verify(count, 0)
+        token_seconds = plain / count  # without drafts, which is what one more accepted token saves
+        wider = self.costs.verify(count, max(drafted), sum(drafted)) - plain
+        saved = (tokens * token_seconds - wider) / count
+        if count == 1:  # a row alone: drafts that are not worth verifying are cut in any case
+            saved = max(0.0, saved)
         before = token_seconds if self._saved_seconds is None else self._saved_seconds
         weight = 1 - (1 - 1 / SEARCHES) ** count
         self._saved_seconds = before + weight * (saved - before)

@@ -85,12 +85,16 @@ class Calibration:
 
     @property
     def shapes(self) -> Shapes:
-        """The shapes that keep the bits; a single row is padded to widths that are not slower than a wider one."""
+        """The shapes that keep the bits.
+
+        A single row is padded to widths that are not slower than a wider one. It never is where every number of tokens
+        agrees: by the same kernels, fewer tokens take longer only in noisy measurements.
+        """
         several = tuple(sorted((*self.widths, *self.together)))
         alone = _worth_having({w: ms for w, ms in self.milliseconds.items() if w in self.widths}, self.widths)
         totals = _worth_having(self.totals, tuple(self.totals))
-        if self.every_total and totals:
-            totals = tuple(range(1, totals[-1] + 1))
+        if self.every_total:
+            alone, totals = self.widths, tuple(range(1, totals[-1] + 1)) if totals else ()
         return Shapes(
             several,
             chunk=PREFILL,
