@@ -236,6 +236,21 @@ def test_retrieval_that_saves_less_than_it_takes_is_skipped() -> None:
         cheap.observe([other_row])
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_failed_drafts_count_against_searches_only_in_batches(count: int) -> None:
+    """Alone, drafts that are not worth verifying are cut in any case."""
+    planner, rows = planner_of(column=0.5, has_model=False), [row(index) for index in range(count)]
+    searched = []
+    for number in range(200):
+        searched.append(any(lengths_of(planner, rows)))
+        drafted, accepted = (8, 0) if number % 4 == 0 else (1, 1)
+        for running in rows:
+            facts = {"origin": RowDraft(RETRIEVAL), "seconds": SEARCHING, "num_rows": count, "step": number}
+            add_round(running, drafted, accepted, **facts if searched[-1] else {"num_rows": count, "step": number})
+        planner.observe(rows)
+    assert all(searched) if count == 1 else sum(searched[100:]) < 50
+
+
 def test_rows_with_sampled_drafts_keep_a_fixed_length() -> None:
     sampled = Row(0, [1, 2], SamplingParams(max_tokens=200, temperature=0.7), seed=0)
     policy = planner_of(0.8, only_model=True)

@@ -220,6 +220,13 @@ def test_a_single_row_is_padded_past_widths_that_are_no_faster_than_a_wider_one(
     assert [shapes.width_for(width, 4) for width in range(1, 10)] == [2, 2, 3, 4, 5, 6, 7, 8, 16]
 
 
+def test_no_row_is_padded_where_every_number_of_tokens_agrees() -> None:
+    times = {1: 7.29, 2: 7.15, 3: 7.18, 4: 7.48}
+    one_by_one = Calibration((1, 2, 3, 4), 256, times)
+    assert [one_by_one.shapes.width_for(width, 1) for width in times] == [3, 3, 3, 4]
+    assert [replace(one_by_one, every_total=True).shapes.width_for(width, 1) for width in times] == [1, 2, 3, 4]
+
+
 def test_progress_is_reported_in_order_up_to_the_end() -> None:
     progress: list[float] = []
     calibrate(RoundingBackend(), BATCH, progress.append)

@@ -53,8 +53,8 @@ ROUTERS = "ffn_gate_inp.weight"  # read in full like vectors
 EXPERTS = "_exps."
 LARGE = 1 / 3  # of the memory: larger models are mapped from a file, which the system can evict
 FILLED = 3 / 4  # of the memory: limit for weights that the system cannot evict
-MOST_THREADS = 1 << 10
-_begun: dict[Path, PackedAhead] = {}
+MOST_THREADS = 1 << 10  # a limit that the pool needs; `use_threads` starts as many as are wanted
+_begun: dict[Path, PackedAhead] = {}  # by the model's first file, until a loader takes them over
 
 
 class PackedAhead:
