@@ -163,7 +163,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     of real models, as no test depends on these times, and trials of shapes compare fewer positions.
     """
     from slipstream.constraints import grammar_trial
-    from slipstream.reproducibility import calibration, shape_trials
+    from slipstream.reproducibility import calibration, calibration_cache, shape_trials
     from slipstream.reproducibility.timing import MOST_TURNS, DraftTimes
     from slipstream.wiring import model_pair
 
@@ -176,6 +176,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     real = not marks.isdisjoint(("models", "smollm2", "draft_times"))
     remembered = remembered_draft_times()  # cached before it is replaced below
     calibration.MOST_TURNS = MOST_TURNS if real else FEW_TURNS
+    calibration_cache.UNDISTURBED = 0.0  # what is measured beside other programs is not measured again
     grammar_trial.WALL_SECONDS = PATIENCE  # trials are ended by their processor time, however busy the machine is
     is_trial_tested = real or "reproducibility" in item.path.parts
     shape_trials.LONGEST = MOST_POSITIONS if is_trial_tested else shape_trials.LENGTH

@@ -19,11 +19,12 @@ from slipstream.core.interfaces import Backend
 from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.models.cache_folder import save_measured
 from slipstream.models.loaded import Loaded
-from slipstream.reproducibility import calibration_cache
+from slipstream.reproducibility import calibration_cache, timing
 from slipstream.reproducibility.calibration import Calibration
-from slipstream.reproducibility.calibration_cache import remembered
+from slipstream.reproducibility.calibration_cache import remembered, remembered_draft_times
 from slipstream.reproducibility.expert_reads import ExpertReads
 from slipstream.reproducibility.shape_trials import ATTENDED_UNITS, WIDTHS
+from slipstream.reproducibility.timing import DraftTimes
 from tests.support.rounding_backends import BATCH, ReadsLess, RoundingBackend, widths_without
 from tests.support.tiny_models import fresh
 
@@ -42,11 +43,66 @@ def test_a_calibration_is_remembered_by_fingerprint(tmp_path: Path, monkeypatch:
     assert len(list((tmp_path / "calibration").iterdir())) == 2
     (file, _) = sorted((tmp_path / "calibration").iterdir())
     saved = json.loads(file.read_bytes())
-    save_measured("calibration", saved["identity"], saved["values"] | {"experts": MIXTURE})  # as of a mixture
+    save_measured(
+        "calibration", saved["identity"], saved["values"] | {"found": {**saved["values"]["found"], "experts": MIXTURE}}
+    )  # as of a mixture
     models = (remembered(_loaded(same_model, name), BATCH).experts for name in ("one", "two"))
     assert sum(experts == ExpertReads(64, 8, 0.5) for experts in models) == 1
     short = remembered(_loaded(ReadsLess((128,)), "three"), BATCH)
     assert short.attended_lengths and remembered(_loaded(same_model, "three"), BATCH) == short
+
+
+@pytest.mark.parametrize(
+    ("shares", "free", "kept"),
+    [
+        ((0.9, 0.9), True, 0),  # undisturbed
+        ((0.5, 0.9), True, 1),
+        ((0.5, 0.9), False, 0),  # other programs are still running
+        ((0.5, 0.4), True, 1),  # and disturbed again: the next start measures once more
+    ],
+)
+def test_what_other_programs_disturbed_is_measured_again_once_they_have_ended(
+    shares: tuple[float, float], free: bool, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
+    monkeypatch.setattr(calibration_cache, "UNDISTURBED", 0.85)
+    monkeypatch.setattr(calibration_cache, "processors_are_free", lambda: free)
+    measured = [Calibration(WIDTHS, ATTENDED_UNITS[0], {8: ms}) for ms in (3.0, 1.0, 0.5)]
+    made, clocks = iter(measured), iter(SimpleNamespace(share=share) for share in (*shares, 1.0))
+    monkeypatch.setattr(calibration_cache, "calibrate", lambda *_: next(made))
+    monkeypatch.setattr(calibration_cache, "ProcessorShare", lambda: next(clocks))
+    loaded = _loaded(RoundingBackend())
+    assert remembered(loaded, BATCH) == measured[0]
+    assert remembered(loaded, BATCH) == measured[kept]
+    disturbed_twice = free and max(shares) < 0.85
+    assert remembered(loaded, BATCH) == measured[2 if disturbed_twice else kept]
+
+
+def test_a_gpu_is_not_measured_again_because_its_processor_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
+    monkeypatch.setattr(calibration_cache, "UNDISTURBED", 0.85)
+    monkeypatch.setattr(calibration_cache, "ProcessorShare", lambda: SimpleNamespace(share=0.1))
+    times = iter([DraftTimes({1: 1.0}), DraftTimes({1: 2.0})])
+    draft = Loaded(SimpleNamespace(device=torch.device("cuda"), vocab_size=8), "draft", ())  # type: ignore[arg-type]
+    monkeypatch.setattr(calibration_cache, "_identity", lambda loaded: "one")
+    assert remembered_draft_times(draft, lambda: next(times), BATCH) == DraftTimes({1: 1.0})
+    assert remembered_draft_times(draft, lambda: next(times), BATCH) == DraftTimes({1: 1.0})
+
+
+def test_free_processors_are_told_from_wanted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(seconds=0.0, used=0.0)
+
+    def passes(share: float) -> float:
+        clock.seconds += 0.01
+        clock.used += 0.01 * share * torch.get_num_threads()
+        return clock.seconds
+
+    monkeypatch.setattr(timing, "process_time", lambda: clock.used)
+    for share, free in ((0.95, True), (0.6, False)):
+        monkeypatch.setattr(timing, "perf_counter", lambda share=share: passes(share))
+        assert timing.processors_are_free() == free
 
 
 def _flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +169,8 @@ CHANGED = [{"widths": [0]}, {"attended_unit": 64}, {"milliseconds": {"8": 1.5}},
 
 
 def _changed(saved: dict[str, Any], values: dict[str, Any]) -> bytes:
-    return json.dumps(saved | {"values": saved["values"] | values}).encode()
+    found = saved["values"]["found"] | values
+    return json.dumps(saved | {"values": saved["values"] | {"found": found}}).encode()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +191,7 @@ def test_a_damaged_calibration_is_measured_again_and_mended(
     caplog.clear()
     assert remembered(loaded, BATCH) == measured and len(calls) == 2
     assert f"{file} is damaged and measured again" in caplog.text
-    assert json.loads(file.read_bytes()) == calibration
+    assert json.loads(file.read_bytes())["values"]["found"] == calibration["values"]["found"]
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "file"])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from rich.progress import TaskProgressColumn
@@ -23,18 +23,20 @@ from slipstream.models.cpu.processor import processor
 from slipstream.models.exclusive_use import autocast_types
 from slipstream.models.layouts import UnpaddedForwards
 from slipstream.models.loaded import Loaded
-from slipstream.models.notices import TimeLeft, progress_bar, warn_slower
+from slipstream.models.notices import TimeLeft, announce, progress_bar, warn_slower
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.expert_reads import ExpertReads
-from slipstream.reproducibility.timing import DraftTimes
+from slipstream.reproducibility.timing import UNDISTURBED, DraftTimes, ProcessorShare, processors_are_free
 
 if TYPE_CHECKING:
     from slipstream.models.heads.head_check import HeadAgreement
 
 log = logging.getLogger("slipstream")
 
+Timed = TypeVar("Timed", Calibration, DraftTimes)
+
 FOLDER = "calibration"  # in the cache folder
-VERSION = 25  # of what calibration tries; what an earlier one found is not used
+VERSION = 26  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 # environment variables by which libraries choose kernels; those of threads are seen in PyTorch's number of threads
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_", "TORCH_")
@@ -103,34 +105,51 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
 
     It is not saved if no shapes agree for a model in memory.
     """
-    identity = f"{_identity(loaded)} batches to {max_batch_size}"
-    cached = read_measured(FOLDER, identity, _calibration)
-    if cached is not None:
-        return cached
     description = f"measuring how {loaded.name!r} runs here (once)"
-    columns = TaskProgressColumn(), TimeLeft()
-    with progress_bar(description, f"{description} ...", *columns, total=None) as bar:  # moves before the first report
-        task = bar.task_ids[0]
 
-        def report(share: float) -> None:
-            bar.update(task, total=1.0, completed=share)
+    def measure() -> Calibration:
+        columns = TaskProgressColumn(), TimeLeft()
+        with progress_bar(
+            description, f"{description} ...", *columns, total=None
+        ) as bar:  # moves before the first report
+            task = bar.task_ids[0]
+            return calibrate(loaded.backend, max_batch_size, lambda share: bar.update(task, total=1.0, completed=share))
 
-        calibration = calibrate(loaded.backend, max_batch_size, report)
-    if calibration.agrees or loaded.source:  # weights in memory have no name: others of the same sizes may be sound
-        _save(identity, asdict(calibration))
-    return calibration
+    identity = f"{_identity(loaded)} batches to {max_batch_size}"
+    # weights in memory have no name: others of the same sizes may be sound
+    return _timed_once(loaded, identity, measure, _calibration, lambda found: found.agrees or bool(loaded.source))
 
 
 def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max_batch_size: int) -> DraftTimes:
     """Times of a draft model's steps: cached, or measured and then saved."""
     scored = draft.backend.vocab_size if draft.restricted is None else draft.restricted.num_first
     identity = f"drafts {_identity(draft)} scores {scored} batches to {max_batch_size}"
-    cached = read_measured(FOLDER, identity, lambda values: DraftTimes(_times(values["steps"]), values["token"]))
-    if cached is not None:
-        return cached
-    times = measure()
-    _save(identity, asdict(times))
-    return times
+    return _timed_once(draft, identity, measure, lambda values: DraftTimes(_times(values["steps"]), values["token"]))
+
+
+def _timed_once(
+    loaded: Loaded,
+    identity: str,
+    measure: Callable[[], Timed],
+    parse: Callable[[dict[str, Any]], Timed],
+    worth_saving: Callable[[Timed], bool] = lambda found: True,
+) -> Timed:
+    """What was saved under this identity, or is measured now and saved.
+
+    If other programs wanted the processor while it was measured, it is measured again at a start when they do not.
+    """
+    saved = read_measured(FOLDER, identity, lambda values: (parse(values["found"]), float(values["share"])))
+    if saved is not None:
+        found, share = saved
+        if share >= UNDISTURBED or not processors_are_free():
+            return found
+        announce(f"{loaded.name!r} was measured while other programs were running: measuring it again ...")
+    clock = ProcessorShare()
+    found = measure()
+    share = clock.share if loaded.backend.device.type == "cpu" else 1.0
+    if worth_saving(found):
+        _save(identity, {"found": asdict(found), "share": share})
+    return found
 
 
 def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:

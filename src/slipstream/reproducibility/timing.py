@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 from typing import Generic, TypeVar
 
 import torch
@@ -30,6 +30,9 @@ FEWEST_TURNS, FEWEST_RAGGED_TURNS, MOST_TURNS = 3, 2, 16
 FEW, FEW_RAGGED, FEWEST_OF_FEW = 16, 32, 6
 EXPERTS_TIMED = (2, 4, 8)  # tokens of forwards that read few experts or many
 SECONDS = 1.5  # after this time a shape gets no more than its fewest turns
+UNDISTURBED = (
+    0.85  # share of the processors' time: 0.94 and more if nothing else runs, 0.4 to 0.76 beside a busy program
+)
 TEXT, SHORT = 64, 8  # tokens of a prompt whose reading is timed, and of prompts for which only drafting is timed
 STEPS, TURNS = 6, 2  # steps of a draft; how often a single row's draft is timed: the first time includes other work
 
@@ -46,6 +49,27 @@ class Fastest(Generic[Shape]):
         """Keep the time of a forward or draft if it is the fastest of its shape."""
         ms = 1e3 * max(0.0, seconds)
         self.milliseconds[shape] = min(ms, self.milliseconds.get(shape, ms))
+
+
+class ProcessorShare:
+    """How much of the time since it was made this thread has run on a processor: less than 1 if others wanted it."""
+
+    def __init__(self) -> None:
+        self._began, self._used = perf_counter(), thread_time()
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return (thread_time() - self._used) / max(perf_counter() - self._began, 1e-9)
+
+
+def processors_are_free() -> bool:
+    """Whether PyTorch's threads get all the time of their processors: computes for a tenth of a second."""
+    numbers = torch.ones(1 << 20)
+    began, used = perf_counter(), process_time()
+    while (elapsed := perf_counter() - began) < 0.1:
+        numbers.mul_(1.0)
+    return process_time() - used > UNDISTURBED * elapsed * torch.get_num_threads()
 
 
 def wait_for_device(device: torch.device) -> None:
