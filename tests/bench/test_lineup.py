@@ -107,6 +107,7 @@ def test_a_failed_arm_is_an_error_line_and_the_others_continue(tmp_path: Path) -
     assert none.speed is not None and ngram.speed is None and ngram.failed == 2
 
 
+@pytest.mark.slow
 def test_texts_of_lossless_arms_are_identical_alone_and_in_a_batch(tmp_path: Path) -> None:
     arms = "none,ngram@3,ngram_table,model@4,none.plain"
     runs = measured(tmp_path, toy(), arms, batches=(1, 2, 3), repeats=2)

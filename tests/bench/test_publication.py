@@ -23,6 +23,8 @@ from slipstream.bench.summary import summarize, without_few_prompts
 from slipstream.errors import UsageError
 from tests.support.toy_runs import NASTY, fail, make
 
+pytestmark = pytest.mark.slow
+
 ARMS = ("none", "ngram@2", "model@3", "model@3/topk:2", "token_recycling@2/block")
 
 

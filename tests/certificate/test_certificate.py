@@ -29,6 +29,7 @@ def checks(decoder: SpeculativeDecoder) -> list[Check]:
     return list(Verifier(decoder, PROMPTS, max_tokens=24, budget=0.0).run())
 
 
+@pytest.mark.slow
 def test_ngram_drafts_are_certified() -> None:
     results = checks(SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens=3))
     assert [check for check in results if check.failed] == []

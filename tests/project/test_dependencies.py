@@ -57,6 +57,7 @@ def test_every_imported_package_is_declared() -> None:
     assert imported >= {"torch", "rich", "fastapi", "filelock"} and undeclared == set()
 
 
+@pytest.mark.slow
 def test_modules_import_no_extra_at_top_level() -> None:
     """Every import of the packages, except those in functions of a file that belongs to an extra."""
     optional = names([text for extra in PROJECT["optional-dependencies"].values() for text in extra]) - {

@@ -137,6 +137,7 @@ def test_claims_about_attended_lengths_and_ragged_forwards_are_tried() -> None:
     assert not calibrate(odd_backend, BATCH).totals
 
 
+@pytest.mark.slow
 def test_large_batches_are_tried_at_some_sizes_only() -> None:
     backend = Claims()
     calibrate(backend, 512)

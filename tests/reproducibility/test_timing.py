@@ -100,7 +100,9 @@ def test_draft_times_are_measured_once_unless_their_file_is_damaged(
     assert load() == load() == DraftTimes({1: 2.0, 2: 3.0}, 0.1)
     assert measured == [2]
     (file,) = [
-        path for path in tmp_path.glob("calibration/*.json") if "steps" in json.loads(path.read_text())["values"]["found"]
+        path
+        for path in tmp_path.glob("calibration/*.json")
+        if "steps" in json.loads(path.read_text())["values"]["found"]
     ]
     for value, damaged in (('"token"', '"tokens"'), ("2.0", "0.0"), ("0.1", "Infinity")):
         caplog.clear()

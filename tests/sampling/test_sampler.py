@@ -348,6 +348,7 @@ def test_greedy_rows_run_without_noise() -> None:
     assert float(shares[1].sum()) > 3 / RACERS
 
 
+@pytest.mark.slow
 def test_leaders_respect_options_that_drop_tokens() -> None:
     _, draft = pair_of_distributions()
     options = [SamplingParams(temperature=2.0, top_k=3), SamplingParams(temperature=2.0, top_p=0.5, min_p=0.1)]
@@ -377,6 +378,7 @@ def p_value(*streams: Stream) -> float:
     return float(torch.special.gammaincc(torch.tensor(1.5).double(), chi_square / 2))  # 3 degrees of freedom
 
 
+@pytest.mark.slow
 def test_draws_of_drafts_are_independent_of_the_targets() -> None:
     assert p_value() > 1e-3
     assert p_value(Stream.TOKEN) < 1e-6

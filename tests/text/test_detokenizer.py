@@ -179,6 +179,7 @@ class TokenByToken:
         return shown + (self.stops.push(self.piece()[0], final=True) if self.finish_reason else "")
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(
     st.lists(st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=8), min_size=1, max_size=20),

@@ -107,6 +107,7 @@ def test_the_written_files_have_the_format_of_speculators(shortly_trained: Path)
     assert trained_on["target"] == "tiny" and trained_on["steps"] == 4 and trained_on["seed"] == 0
 
 
+@pytest.mark.slow
 def test_a_new_head_starts_with_the_targets_last_layer_on_every_backend() -> None:
     config = new_head(decoder().target, 256, torch.arange(20))
     layer, size = target().model.layers[-1], target().config.hidden_size
@@ -241,6 +242,7 @@ def test_a_nan_loss_keeps_the_last_state(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(bool(weight.isfinite().all()) for weight in state.weights.values())
 
 
+@pytest.mark.slow
 def test_a_resumed_training_on_prompts_keeps_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that answer a held-out prompt are neither learned nor held out."""
     (tmp_path / "mine.txt").write_text("".join(f"{letter}b.\n" for letter in "cdefghi"))
@@ -264,6 +266,7 @@ def test_a_resumed_training_on_prompts_keeps_its_texts(tmp_path: Path, monkeypat
     assert heads[0] == heads[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", mostly_exhaustive(["state", "head"], "state"))
 def test_a_full_disk_keeps_the_last_state_and_the_training_can_continue(
     shortly_trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -296,6 +299,7 @@ class Clock:
         return self.seconds
 
 
+@pytest.mark.slow
 def test_too_little_time_for_a_step_is_refused_and_more_time_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

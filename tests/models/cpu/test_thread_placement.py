@@ -191,6 +191,7 @@ def test_the_command_line_binds_threads_before_pytorch_is_imported() -> None:
     assert run(code).split() == ["False", "None", "1", "true", "cores"]
 
 
+@pytest.mark.slow
 @needs_cores
 def test_threads_are_freed_too_where_the_user_binds_them() -> None:
     code = (

@@ -139,6 +139,7 @@ def test_a_forward_may_begin_at_any_position_after_the_final_one() -> None:
     assert [states.checkpoint(0, limit) for limit in (16, 17, 40)] == [0, 17, 21]
 
 
+@pytest.mark.slow
 def test_all_positions_after_the_final_one_are_kept_however_many() -> None:
     states = make_states(RECURRENCE)
     feed(states, TEXT, 0, 5, settled=4)

@@ -87,6 +87,7 @@ def test_drafts_change_no_text(name: str, right: int | None) -> None:
     assert TEXTS.drafted(name, right, decoder) == TEXTS.expected(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_is_the_models_own(name: str) -> None:
     """Up to ties, since in half precision the model's own code rounds elsewhere."""

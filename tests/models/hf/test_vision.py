@@ -127,6 +127,7 @@ def test_drafts_and_batches_change_no_text(kind: str, dtype: torch.dtype, temper
     assert sum(result.stats.num_accepted_tokens for result in results) > 0
 
 
+@pytest.mark.slow
 @over_families
 def test_the_prefix_cache_knows_pixels(kind: str, decoder_of: Any) -> None:
     decoder = decoder_of(kind)

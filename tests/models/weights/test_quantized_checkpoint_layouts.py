@@ -275,6 +275,7 @@ def test_zero_points_of_zero_wrap_around(writer: str, bits: int, tmp_path: Path)
     assert torch.equal(*weights)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("form", mostly_exhaustive(MIXED_FORMS, "compressed-tensors", "gptq", "fp8"))
 @pytest.mark.parametrize("kind", mostly_slow(["mimo", "qwen3_5", "glm4_moe"], "mimo"))
