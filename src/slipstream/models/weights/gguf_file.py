@@ -368,16 +368,19 @@ def _two_tensors(file: Path, name: str) -> SlipstreamError:
     return wrong_file(file, f"two tensors are called {name!r}", "a name for each")
 
 
-def _gguf_names(folder: Path) -> list[str]:
+def gguf_names(folder: Path) -> list[str]:
+    """The names of the GGUF files in a folder; none if it cannot be read."""
     try:
-        return sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+        return sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
     except OSError:
         return []
 
 
 def _read_part(file: Path) -> GGUFHeader:
     if not file.is_file():
-        near = get_close_matches(file.name, _gguf_names(file.parent), 1)
+        if file.is_symlink():
+            raise UsageError(f"model {str(file)!r} is a symbolic link to no file; allowed: a readable .gguf file")
+        near = get_close_matches(file.name, gguf_names(file.parent), 1)
         hint = f"did you mean {near[0]}? " if near else ""
         owner, repository, *path = (*file.parts, "", "")
         hub = (
