@@ -78,6 +78,8 @@ def main() -> None:
         if package == "slipstream":
             raise
         _exit(f"{package} is not installed; run: pip install {package}", 1)
+    except (KeyboardInterrupt, typer.Abort):  # the second is a RuntimeError
+        _exit("interrupted", 130)
     except (MemoryError, RuntimeError, OSError) as error:
         if _is_lack_of_memory(error):
             _exit("out of memory; allowed: a quantized file, a smaller --max-batch-size, shorter texts", 1)
@@ -85,8 +87,6 @@ def main() -> None:
             raise
         # printing failed; commands report failures of their files themselves
         _exit(f"{error.filename or 'standard output'}: {os_reason(error)}", 1)
-    except (KeyboardInterrupt, typer.Abort):
-        _exit("interrupted", 130)
 
 
 def _is_lack_of_memory(error: Exception) -> bool:
