@@ -127,6 +127,7 @@ def test_a_file_that_is_replaced_while_it_is_loaded_is_refused(
         patched.setattr(where, name, later)
         with pytest.raises(SlipstreamError, match="it was changed while it was read; allowed: a file that does not"):
             load(str(file), LoadOptions())
+    assert bool(list((own_cache / "gguf").iterdir())) == ("vectors" in replaced)
     assert load(str(file), LoadOptions()).name == str(file)
 
 

@@ -34,6 +34,7 @@ def described(header: GGUFHeader) -> Path:
     announce(f"reading the tokenizer of {header.file.name!r} (once) ...")
     with prepared(header.file.name, folder) as partial, writable(header.file.name, folder.parent):
         describe(header, partial)
+        header.check_unchanged()
     return folder
 
 
