@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +26,11 @@ from slipstream.models.loaded import LoadOptions
 from slipstream.models.plain_models import load_model
 from slipstream.models.weights import gguf_configuration
 from slipstream.models.weights import model_files as files
+from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
 from slipstream.models.weights.transformers_reader import auto_class, check_finite
-from tests.support.gguf_files import write_model
+from tests.support.gguf_files import write_chat_model, write_model
 from tests.support.markers import subcases
 from tests.support.tiny_models import VOCAB, fresh, prompts, reference, shared, tokenizer
 
@@ -326,6 +329,52 @@ def test_a_conversion_without_a_cache_folder_is_refused(
         ) as error:
             SpeculativeDecoder(name)
         assert cache in one_line(error)
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Lets no file grow beyond this size, as if the disk were full then."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_conversion_that_the_disk_cannot_hold_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+    write_chat_model(tmp_path / "some.gguf")
+    header, reason = read_header(tmp_path / "some.gguf"), r"some.gguf must be converted, but .* cannot be written"
+    with largest_file(100), pytest.raises(SlipstreamError, match=reason):  # too small for tokenizer.json
+        gguf_configuration.described(header)
+    whole = gguf_configuration.described(header)
+    assert [folder.name for folder in whole.parent.iterdir()] == [whole.name]
+    weights = Path(resolve(str(tmp_path / "some.gguf"))) / "model.safetensors"
+    num_bytes = weights.stat().st_size - 1
+    assert num_bytes > (whole / "tokenizer.json").stat().st_size
+    shutil.rmtree(weights.parent)
+    with largest_file(num_bytes), pytest.raises(SlipstreamError, match=reason):
+        resolve(str(tmp_path / "some.gguf"))
+    assert [folder.name for folder in (tmp_path / "cache").iterdir() if folder.name != "trials"] == ["gguf"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_a_damaged_file_of_the_cache_is_refused_with_its_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+    write_chat_model(tmp_path / "some.gguf")
+    folder = gguf_configuration.described(read_header(tmp_path / "some.gguf"))
+    (folder / name).write_text("")
+    with pytest.raises(SlipstreamError, match=r"delete the folder .*to create it again") as error:
+        SpeculativeDecoder(str(tmp_path / "some.gguf"))
+    assert str(folder) in str(error.value)
+    shutil.rmtree(folder)
+    assert SpeculativeDecoder(str(tmp_path / "some.gguf")).generate("Hi", max_tokens=1).text is not None
 
 
 @pytest.mark.parametrize("name", ["a prompt in a model's place " * 20, "./" + "d" * 300, "a/b/" + "c" * 5000])

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.errors import SlipstreamError, os_reason
+from slipstream.errors import SlipstreamError, one_line, os_reason
 
 PANELS = ".panels"  # file name extension of packed matrices
 
@@ -37,13 +37,19 @@ def users_cache_folder() -> Path:
 
 @contextmanager
 def writable(name: str, folder: Path) -> Iterator[None]:
-    """Turn an `OSError` of the block into one line: `name` must be converted, but `folder` cannot be written."""
+    """Turn a failed write of the block into one line: `name` must be converted, but `folder` cannot be written."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        if isinstance(error, OSError):
+            reason = os_reason(error)
+        elif "(os error " in str(error):  # tokenizers and safetensors raise other classes, where the disk is full
+            reason = one_line(error)
+        else:
+            raise
         raise SlipstreamError(
             f"{name} must be converted, but the cache folder {folder} cannot be written "
-            f"({os_reason(error)}); set SLIPSTREAM_MODELS to a folder that can"
+            f"({reason}); set SLIPSTREAM_MODELS to a folder that can"
         ) from error
 
 

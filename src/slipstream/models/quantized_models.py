@@ -179,10 +179,13 @@ class GGUFFile:
             check_single(header)
             with early or PackedAhead(header, block_kernels()) as ahead:
                 ahead.use_threads()
-                folder, tokenizer = described(header), None
-                if self._reads_tokenizer:
-                    tokenizer = load_tokenizer(self._source, str(folder), self._options)
-                model = self._filled(header, folder, activations, ahead)
+                try:
+                    folder, tokenizer = described(header), None
+                    if self._reads_tokenizer:
+                        tokenizer = load_tokenizer(self._source, str(folder), self._options)
+                    model = self._filled(header, folder, activations, ahead)
+                finally:  # also the cause of any other error
+                    header.check_unchanged()
                 return QuantizedModel(str(folder), model, True, tokenizer)
         except NotInBlocksError as error:
             check_memory(header, torch.bfloat16, str(error))
@@ -205,6 +208,7 @@ class GGUFFile:
         tensors = GGUFTensors(header)
         fill_on_gpu(model, tensors, device_named(self._options.device), torch.bfloat16)
         tensors.check_unused()
+        header.check_unchanged()
         tokenizer = load_tokenizer(self._source, str(folder), self._options) if self._reads_tokenizer else None
         return QuantizedModel(str(folder), model.eval(), True, tokenizer)
 

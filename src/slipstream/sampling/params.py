@@ -273,7 +273,7 @@ def params_from(params: Any, options: SamplingOptions) -> Any:
 def _range(low: float, high: float, open_below: bool) -> str:
     """The numbers between two bounds, in words."""
     if not math.isfinite(low):
-        return "a finite number"
+        return f"a number from {-LARGEST:.3g} to {LARGEST:.3g}"
     if not math.isfinite(high):
         return f"a number, {low:g} or more" if low == 0 else "a number above 0"
     return f"a number above {low:g}, up to {high:g}" if open_below else f"a number from {low:g} to {high:g}"

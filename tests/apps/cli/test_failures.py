@@ -1,5 +1,6 @@
 """Mistakes on the command line and unwritable files are one line, before the work begins where possible."""
 
+import errno
 import io
 import subprocess
 import sys
@@ -7,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from slipstream import SamplingParams
+from slipstream.apps import cli
 from slipstream.apps.cli.demo import caption
 from slipstream.bench.comparison import PLAIN, SPECULATIVE, Comparison, Run
 from slipstream.decoder import SpeculativeDecoder
@@ -118,8 +121,9 @@ def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in process.stderr and "Exception ignored" not in process.stderr
 
 
-def test_a_closed_pipe_is_one_line() -> None:
-    words = [*COMMAND, "generate", *TOY, *PROMPT]
+@pytest.mark.parametrize("arguments", [("generate", *TOY, *PROMPT), ("models",)], ids=lambda words: words[0])
+def test_a_closed_pipe_is_one_line(arguments: tuple[str, ...]) -> None:
+    words = [*COMMAND, *arguments]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -128,6 +132,36 @@ def test_a_closed_pipe_is_one_line() -> None:
     lines = [line for line in errors.splitlines() if line.startswith("error:")]
     assert code == 1 and lines == ["error: standard output was closed before all output was written"]
     assert "Traceback" not in errors and "Exception ignored" not in errors
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Cannot allocate memory (os error 12)"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_lack_of_memory_is_one_line(capsys, monkeypatch, error: Exception) -> None:
+    def load(self, *args, **options):
+        raise error
+
+    monkeypatch.setattr(SpeculativeDecoder, "__init__", load)
+    code, out, errors = run(capsys, monkeypatch, *GENERATE, *PROMPT)
+    assert (code, out) == (1, "")
+    assert errors == "error: out of memory; allowed: a quantized file, a smaller --max-batch-size, shorter texts\n"
+
+
+def test_other_errors_of_a_programs_own_keep_their_traceback(capsys, monkeypatch) -> None:
+    def load(self, *args, **options):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(SpeculativeDecoder, "__init__", load)
+    monkeypatch.setattr(sys, "argv", ["slipstream", *GENERATE, *PROMPT])
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        cli.main()
 
 
 @pytest.mark.exhaustive

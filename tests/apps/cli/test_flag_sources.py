@@ -76,6 +76,16 @@ def test_a_wrong_variable_is_named_like_its_flag(capsys: Streams, monkeypatch: p
     monkeypatch.setenv("SLIPSTREAM_PORT", "high")
     code, _, errors = run(capsys, monkeypatch, "serve", "--model", "toy")
     assert code == 2 and "--port 'high'; allowed: a whole number" in errors
+    monkeypatch.setenv("SLIPSTREAM_RAW", "maybe")
+    code, _, errors = run(capsys, monkeypatch, "generate", "--model", "toy", "Hi")
+    assert (code, errors) == (2, "error: --raw 'maybe'; allowed: true or false\n")
+
+
+def test_the_variable_that_checks_caches_takes_no_other_word(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, code in (("yes", 2), ("0", 0), ("1", 0), ("", 0)):
+        monkeypatch.setenv("SLIPSTREAM_DEBUG", value)
+        status, _, errors = run(capsys, monkeypatch, "help")
+        assert status == code and errors == f"error: SLIPSTREAM_DEBUG={value!r}; allowed: '1' or '0'\n" * (code == 2)
 
 
 def test_a_misspelled_variable_is_refused_and_those_of_others_are_not(

@@ -129,6 +129,12 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_standard_output_holds_the_json_alone(capsys: Any, monkeypatch: pytest.MonkeyPatch, caches: Path) -> None:
+    code, out, err = run(capsys, monkeypatch, "models", "--json", "-")
+    assert code == 0 and [model["name"] for model in json.loads(out)["models"]] == ["org/small", "qwen"]
+    assert "NAME " in err and "toy " in err
+
+
 def test_the_list_has_both_caches_and_the_toy_under_a_header(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, caches: Path
 ) -> None:

@@ -144,6 +144,28 @@ main()
     assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGINT, "", "")
 
 
+def test_ctrl_c_while_pytorch_is_imported_raises_no_exception_in_it() -> None:
+    program = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.nn":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException as error:
+                print("raised", type(error).__name__)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["slipstream", "generate", "--model", "toy", "Hi"]
+from slipstream.__main__ import main
+main()
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", "error: interrupted\n")
+
+
 @pytest.mark.slow
 def test_every_command_is_listed_with_an_uncut_sentence(outcomes: Outcomes) -> None:
     lines = outcomes["--help",][1].splitlines()

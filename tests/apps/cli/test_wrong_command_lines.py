@@ -157,7 +157,11 @@ WRITTEN: list[Case] = [
     (("bench", *TOY, "--plan", "typo.json"), "did you mean 'drafter'?"),
     (("tune", *TOY, "--longest", "99"), "--longest '99'; allowed: 64 or less"),
     (("verify", *TOY, "--budget", "0"), "--budget '0'; allowed: 1 or more"),
-    (("simulate", "--target-params", "eight"), "a number, which may end in k, m, b"),
+    (
+        ("simulate", "--target-params", "eight"),
+        "--target-params 'eight'; allowed: a number, 0 or more, which may end in",
+    ),
+    (("serve", "--port", "8000", "--port", "high"), "--port 'high'; allowed: a whole number"),
     (("simulate", "--stats", "absent.json", *TOY), "'absent.json' cannot be read: no such file or directory"),
     (("simulate", "--arm", "x"), "needs --stats FOLDER"),
     # training

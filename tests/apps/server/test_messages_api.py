@@ -285,7 +285,12 @@ def test_edits_that_would_shorten_the_conversation_are_refused(
         ({"messages": []}, 400, "invalid_request_error", "messages: an empty list"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "invalid_request_error", None),
         ({"messages": [{"role": "user", "content": "x" * 90_000}]}, 400, "invalid_request_error", None),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image_url'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            400,
+            "invalid_request_error",
+            "0.content has an image",
+        ),
         (sent("user", {"type": "tool_use"}), 400, "invalid_request_error", "messages.0.content.0 of type 'tool_use'"),
         (sent("assistant", {"type": "tool_result"}), 400, "invalid_request_error", "of role 'user'"),
         (

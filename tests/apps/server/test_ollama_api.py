@@ -147,7 +147,12 @@ def test_a_model_in_use_is_not_unloaded() -> None:
     [
         ("/api/chat", {"format": {"type": "xml"}}, 400, "format: "),
         ("/api/chat", {"format": "xml"}, 400, 'format="xml"; allowed: "json" or a JSON schema'),
-        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "'image_url'"),
+        (
+            "/api/chat",
+            {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
+            400,
+            "0.content has an image, but this",
+        ),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix: this model has no tokens for infilling"),
         ("/api/generate", {"prompt": "x", "think": 0}, 400, "think"),
         ("/api/generate", {"keep_alive": False}, 400, "keep_alive=false; allowed: a number"),

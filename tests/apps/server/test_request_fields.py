@@ -29,13 +29,17 @@ WRONG = [None] * 20_000
 LONE = "a\ud800"  # half of a surrogate pair
 TEXT_PART = {"type": "text", "text": LONE}
 HI = [{"role": "user", "content": "hi"}]
+IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}
+SQUARE = {"name": "f", "parameters": {"type": "square"}}
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, OLLAMA = "/v1/messages", "/api/generate"
+JSON = {"content-type": "application/json"}
 
 
 def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     body = {CHAT: {"messages": HI, "max_tokens": 3}, TEXT: {"prompt": "A heron", "max_tokens": 3}}.get(path, {})
     sent = json.dumps({name: value for name, value in (body | fields).items() if value is not None})
-    answer = server.http.post(path, content=sent, headers={"content-type": "application/json"})
+    answer = server.http.post(path, content=sent, headers=JSON)
     return answer.status_code, answer.json()
 
 
@@ -242,6 +246,50 @@ def test_a_refusal_names_the_field_and_the_reason(
     status, answer = ask(server, path, fields)
     assert status == (404 if param == "model" else 400), answer
     assert answer["error"]["param"] == param and why in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "why"),
+    [
+        (RESPONSES, {"input": "x" * 4231}, "input", "the prompt alone has 4231"),
+        (RESPONSES, {"input": "x" * 40_000}, "input", "input has 40000 characters"),
+        (
+            RESPONSES,
+            {"input": "x", "max_output_tokens": 10**6},
+            "max_output_tokens",
+            "max_output_tokens=1000000 exceed",
+        ),
+        (RESPONSES, {"input": LONE}, "input", "input has '\\ud800' at character 1"),
+        (RESPONSES, {"input": [IMAGE]}, "input", "input has an image, but this model sees none; allowed: text"),
+        (RESPONSES, {"input": "x", "tools": [{"name": ""}]}, "tools.0.name", "tools.0.name: ''; allowed: a string"),
+        (RESPONSES, {"input": "x", "tools": [SQUARE]}, "tools.0.parameters", "tools.0.parameters.type: 'square'"),
+        (MESSAGES, {"messages": HI, "max_tokens": 10**6}, None, "max_tokens=1000000 exceed it"),
+        (MESSAGES, {"system": LONE}, None, "system has a lone surrogate; allowed: valid Unicode"),
+        (MESSAGES, {"messages": [HI[0] | {"content": LONE}], "system": "x"}, None, "messages.0 has a lone surrogate"),
+        (MESSAGES, {"tools": [{"name": ""}]}, None, "tools.0.name: ''; allowed: a string"),
+        (
+            MESSAGES,
+            {"tools": [{"name": "f", "input_schema": {"type": "square"}}]},
+            None,
+            "tools.0.input_schema.type: '",
+        ),
+        (OLLAMA, {"options": {"num_predict": 10**6}}, None, "options.num_predict=1000000 exceed it"),
+        (OLLAMA, {"prompt": LONE}, None, "prompt has '\\ud800' at character 1"),
+        (OLLAMA, {"system": LONE}, None, "system has a lone surrogate; allowed: valid Unicode"),
+        (OLLAMA, {"prompt": "x" * 40_000}, None, "prompt has 40000 characters"),
+        (OLLAMA, {"images": ["AAAA"]}, None, "prompt has an image, but this model sees none; allowed: text"),
+    ],
+)
+def test_a_refusal_names_the_field_of_its_own_api(
+    server: RunningServer, path: str, fields: dict[str, Any], param: str | None, why: str
+) -> None:
+    needed = {MESSAGES: {"messages": HI, "max_tokens": 5}, OLLAMA: {"model": "toy", "prompt": "x"}}
+    answer = server.http.post(path, content=json.dumps(needed.get(path, {}) | fields), headers=JSON)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, answer.text
+    message = error if isinstance(error, str) else error["message"]
+    assert why in message and "messages." not in message.replace("messages.0 has", ""), message
+    assert param is None or error["param"] == param
 
 
 @subcases("nothing", [None, False, "", []])

@@ -227,7 +227,7 @@ def test_a_conversation_that_is_too_long_fails_in_the_form_that_codex_reads(serv
         ({"context_management": [{"type": "compaction"}, {"type": "clear_2027"}]}, "context_management.1"),
         ({"context_management": [{"type": "compaction", "compact_threshold": "1e9"}]}, "context_management.0"),
         ({"context_management": {"type": "compaction"}}, "context_management"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "messages.0.content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"type": "local_shell_call", "call_id": "x", "action": {}}]}, "input"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input.0.role"),

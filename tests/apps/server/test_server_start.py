@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -155,4 +156,17 @@ def test_sighup_lets_running_requests_finish_and_ends_the_server_if_its_terminal
             if how == "open":
                 assert any("no --api-key-file" in line for line in output)
             server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_a_reload_while_a_server_starts_does_not_end_it() -> None:
+    command = ("-m", "slipstream", "serve", "--target", "toy", "--port", "0")
+    with started(*command, stderr=subprocess.PIPE) as server:
+        assert server.stderr is not None and "loading toy" in next(server.stderr)
+        server.send_signal(signal.SIGHUP)
+        url = next(line.split()[-1] for line in server.stderr if " at http://" in line)
+        assert httpx.get(f"{url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
+        server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE) == 0

@@ -77,6 +77,8 @@ def test_paths_that_are_no_gguf_file_are_refused_as_what_they_are(folder: Path, 
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "some.gguf").symlink_to(folder / "whole.gguf")
     (tmp_path / "named.gguf").mkdir()
+    (tmp_path / "models" / "gone.gguf").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "models" / "loop.gguf").symlink_to("loop.gguf")
     for name, message in (
         (
             "notes.txt",
@@ -86,8 +88,11 @@ def test_paths_that_are_no_gguf_file_are_refused_as_what_they_are(folder: Path, 
         ("named.gguf", "has no config.json; allowed"),
         ("absent.gguf", r"does not exist; allowed: a readable \.gguf file$"),
         ("models/sum.gguf", r"does not exist; did you mean some\.gguf\? allowed"),
+        ("models/gon.gguf", r"does not exist; did you mean some\.gguf\? allowed"),
+        ("models/gone.gguf", r"gone\.gguf' is a symbolic link to no file; allowed: a readable \.gguf file$"),
+        ("models/loop.gguf", r"loop\.gguf' is a symbolic link to no file; allowed: a readable \.gguf file$"),
     ):
-        assert is_gguf(str(tmp_path / name)) is (name in ("absent.gguf", "models/sum.gguf"))
+        assert is_gguf(str(tmp_path / name)) is (name == "absent.gguf" or name.startswith("models/"))
         with pytest.raises(UsageError, match=message):
             resolve(str(tmp_path / name))
 

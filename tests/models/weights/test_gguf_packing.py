@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slipstream.errors import SlipstreamError
+from slipstream.models import quantized_models
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.weights import gguf_packing
+from slipstream.models.quantized_models import GGUFFile
+from slipstream.models.weights import gguf_conversion, gguf_packing
+from slipstream.models.weights.gguf_conversion import dequantized
 from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.gguf_packing import PackedAhead, begun, packing_begins
 from tests.support.gguf_architectures import CASES, write_case
@@ -103,3 +108,40 @@ def test_nothing_is_packed_early_that_the_loader_may_not_want(
     if case in ("truncated", "missing"):
         with pytest.raises(SlipstreamError, match=r"is truncated|does not exist|no file"):
             load(source, LoadOptions())
+
+
+@pytest.mark.parametrize("replaced", ["before the tokenizer is read", "before the vectors are read"])
+def test_a_file_that_is_replaced_while_it_is_loaded_is_refused(
+    replaced: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    other = tmp_path / "other.gguf"
+    shutil.copy(file, other)  # the same header, so that the two would mix without a word
+    where, name = (GGUFFile, "_filled") if "vectors" in replaced else (quantized_models, "described")
+    method = getattr(where, name)
+
+    def later(*arguments: Any) -> Any:
+        other.replace(file)
+        return method(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, later)
+        with pytest.raises(SlipstreamError, match="it was changed while it was read; allowed: a file that does not"):
+            load(str(file), LoadOptions())
+    assert bool(list((own_cache / "gguf").iterdir())) == ("vectors" in replaced)
+    assert load(str(file), LoadOptions()).name == str(file)
+
+
+def test_a_conversion_of_a_file_that_is_replaced_leaves_nothing(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    other = tmp_path / "other.gguf"
+    shutil.copy(file, other)
+
+    def later(*arguments: Any) -> Any:
+        other.replace(file)
+        return dequantized(*arguments)
+
+    monkeypatch.setattr(gguf_conversion, "dequantized", later)
+    with pytest.raises(SlipstreamError, match="it was changed while it was read"):
+        gguf_conversion.convert_gguf(file)
+    assert not [name for name in own_cache.iterdir() if name.is_dir()]

@@ -78,10 +78,20 @@ def main() -> None:
         if package == "slipstream":
             raise
         _exit(f"{package} is not installed; run: pip install {package}", 1)
-    except OSError as error:  # printing failed; commands report failures of their files themselves
-        _exit(f"{error.filename or 'standard output'}: {os_reason(error)}", 1)
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort):  # the second is a RuntimeError
         _exit("interrupted", 130)
+    except (MemoryError, RuntimeError, OSError) as error:
+        if _is_lack_of_memory(error):
+            _exit("out of memory; allowed: a quantized file, a smaller --max-batch-size, shorter texts", 1)
+        if not isinstance(error, OSError):
+            raise
+        # printing failed; commands report failures of their files themselves
+        _exit(f"{error.filename or 'standard output'}: {os_reason(error)}", 1)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    words = str(error).lower()  # PyTorch's own class for it is that of GPUs alone
+    return isinstance(error, MemoryError) or "allocate memory" in words or "out of memory" in words
 
 
 def _exit(message: str, code: int) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import select
+import signal
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -99,12 +101,31 @@ def load_decoder(models: Models, config: DecoderConfig, *, is_announced: bool = 
 
     is_usual = config.dtype == config.device == config.fast == "auto"
     with packing_begins(models.target) if is_usual else nullcontext():
-        with paused_collection():
+        with paused_collection(), interrupted_at_once():
             from slipstream.decoder import SpeculativeDecoder
         decoder = SpeculativeDecoder(models.target, models.draft, **vars(config))
     if not decoder.lossless:
         warn_lossy(config.acceptance)
     return decoder
+
+
+@contextmanager
+def interrupted_at_once() -> Iterator[None]:
+    """Ctrl-C inside ends the process without an exception, at which PyTorch's import aborts with a core dump."""
+
+    def end(*_: object) -> None:
+        with suppress(OSError):
+            print_error("interrupted")
+        os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or current_thread() is not main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def draft_name(models: Models, decoder: SpeculativeDecoder) -> str | None:

@@ -49,7 +49,7 @@ OTHERS = {  # commands of Ollama and others, and what to write instead
 PREFIX = "SLIPSTREAM_"  # of variables of the environment
 VARIABLES = {"MODELS", "KERNELS", "ISA", "MEMORY", "DEBUG", "API_KEY"}  # those that are no flags
 NO_VARIABLES = {"DEBUG", "HELP_ALL"}  # flags without one; SLIPSTREAM_DEBUG checks caches
-NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
+KINDS = {"a valid integer": "a whole number", "a valid number": "a number", "a valid boolean": "true or false"}
 BOUNDS = {r"greater than or equal to (\S+)": r"\1 or more", r"less than or equal to (\S+)": r"\1 or less"}
 RANGES = {r"\bx>=(\d+)": r"\1 or more", r"\b(\d+)<=x<=(\d+)": r"\1 to \2"}  # as typer writes them in help
 
@@ -74,7 +74,8 @@ class _Checked:
             if error.param is None:
                 raise
             values = _values(words, error.param.opts)
-            value = " ".join(values) if values else _elsewhere(ctx, error.param)
+            last = values if getattr(error.param, "multiple", False) else values[-1:]  # the last counts
+            value = " ".join(last) if last else _elsewhere(ctx, error.param)
             if value is None:
                 raise
             flag = max(error.param.opts, key=len)
@@ -85,6 +86,18 @@ class _Checked:
                 raise
             listing = f"; `{ctx.command_path} {'--help-all' if '--help-all' in names else '--help'}` lists them"
             raise UsageError(f"no such option: {match[1]}{did_you_mean(match[1], *names) or listing}") from error
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run; if the reader closes the output, as `head` does, or Ctrl-C ends the command, one line says so."""
+        out.stderr = ctx.params.get("json_file") == Path("-")  # standard output is then for the JSON alone
+        try:
+            return super().invoke(ctx)  # type: ignore[misc]
+        except KeyboardInterrupt:
+            raise typer.Abort from None  # typer would exit without a word
+        except BrokenPipeError as error:
+            raise SlipstreamError("standard output was closed before all output was written") from error
+        finally:
+            out.stderr = False
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
         """The names of the help option, always in the same order."""
@@ -122,18 +135,6 @@ class Command(_Checked, TyperCommand):
                     raise UsageError(f"{str(value)!r} is {other} and {name}; allowed: two files")
         return rest
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run; if the reader closes the output, as `head` does, or Ctrl-C ends the command, one line says so."""
-        out.stderr = ctx.params.get("json_file") == Path("-")  # standard output is then for the JSON alone
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise typer.Abort from None  # typer would exit without a word
-        except BrokenPipeError as error:
-            raise SlipstreamError("standard output was closed before all output was written") from error
-        finally:
-            out.stderr = False
-
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(_argument(param) for param in ctx.command.params if param.param_type_name == "argument")]
 
@@ -160,6 +161,8 @@ class Group(_Checked, TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command; a misspelled variable of the environment is a `UsageError`."""
         if ctx.parent is None:
+            if (audit := os.environ.get(f"{PREFIX}DEBUG", "")) not in ("", "0", "1"):
+                raise UsageError(f"{PREFIX}DEBUG={audit!r}; allowed: '1' or '0'")
             _check_environment(_variables(self) | {f"{PREFIX}{name}" for name in VARIABLES})
         return super().invoke(ctx)
 
@@ -219,7 +222,7 @@ def why_refused(error: typer.BadParameter) -> str:
         allowed = allowed.removeprefix("Input should be ").partition(",")[0]
     for pattern, plain in BOUNDS.items():
         allowed = re.sub(pattern, plain, allowed)
-    return NUMBERS.get(allowed, allowed)
+    return KINDS.get(allowed, allowed)
 
 
 def _elsewhere(ctx: Any, param: Any) -> str | None:

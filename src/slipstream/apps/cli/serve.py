@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import resources
@@ -10,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.apps.cli.application import check_config, command, load_decoder, loading_message
+from slipstream.apps.cli.application import (
+    check_config,
+    command,
+    interrupted_at_once,
+    load_decoder,
+    loading_message,
+)
 from slipstream.apps.cli.consoles import write_raw
 from slipstream.apps.cli.flags import SECTIONS, Models, flag, flags, option
 from slipstream.apps.server.server_log import use_format, use_level
@@ -83,18 +93,38 @@ def serve_command(
     when requests name them. Ctrl-C lets running requests finish; a second Ctrl-C ends them.
     """
     choices = model_choices(context.obj or {}, models, config, settings)
-    if context.obj is None:
-        log.info("%s", loading_message(models))  # now, as the imports below take seconds
-    from slipstream.apps.server.launch import serve
-    from slipstream.apps.server.service import ModelSource
+    with _reloads_ignored():
+        if context.obj is None:
+            log.info("%s", loading_message(models))  # now, as the imports below take seconds
+        with interrupted_at_once():
+            from slipstream.apps.server.launch import serve
+        from slipstream.apps.server.service import ModelSource
 
-    sources = []
-    for choice in choices:
-        source = ModelSource(partial(load_decoder, choice.models, choice.config, is_announced=True), choice.settings)
-        if len(choices) > 1:  # they share the memory
-            source = replace(source, fetch=choice.fetch, device=choice.device)
-        sources.append(source)
-    serve(settings, sources, _banner)
+        sources = []
+        for choice in choices:
+            load = partial(load_decoder, choice.models, choice.config, is_announced=True)
+            source = ModelSource(load, choice.settings)
+            if len(choices) > 1:  # they share the memory
+                source = replace(source, fetch=choice.fetch, device=choice.device)
+            sources.append(source)
+        serve(settings, sources, _banner)
+
+
+@contextmanager
+def _reloads_ignored() -> Iterator[None]:
+    """SIGHUP, by which a service manager asks for a reload, ends nothing before the server has read its key file.
+
+    A terminal sends it, too, when it is closed; then it ends the command.
+    """
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup is None or signal.getsignal(hangup) != signal.SIG_DFL or sys.stderr.isatty():
+        yield
+        return
+    signal.signal(hangup, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(hangup, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)

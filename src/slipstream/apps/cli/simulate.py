@@ -34,7 +34,7 @@ def read_size(text: str | float) -> float:
     """A number with an optional suffix k, m, b or g (1e9), or t, for example 8b."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmbgt]?)", str(text).strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r}; allowed: a number, which may end in k, m, b, g or t")
+        raise typer.BadParameter(f"{text!r}; allowed: a number, 0 or more, which may end in k, m, b, g or t")
     return float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}[match[2]]
 
 

@@ -43,8 +43,27 @@ ANTHROPIC_TYPES = {
 }
 NO_THREADS = "thread_unsupported_request"  # Anthropic's code, at which its clients send all messages instead
 MESSAGES, OLLAMA = "/v1/messages", "/api/"  # the beginnings of the paths with error objects of their own
-FORMAT = "response_format"
-FORMATS = {MESSAGES: "output_config.format", "/v1/responses": "text.format", OLLAMA: "format"}  # its other names
+# a field of chat completions, and its name in the API whose request became one
+FUNCTION = {r"((?:tools\.\d+|tool_choice)\.)function\.": r"\1"}
+NAMES = {
+    MESSAGES: {
+        "response_format": "output_config.format",
+        **FUNCTION,
+        r"(tools\.\d+\.)parameters": r"\1input_schema",
+    },
+    "/v1/responses": {
+        "response_format": "text.format",
+        **FUNCTION,
+        r"messages\b[\w.]*": "input",  # its items have other numbers
+        "max_completion_tokens": "max_output_tokens",
+    },
+    f"{OLLAMA}generate": {
+        "response_format": "format",
+        r"messages\b[\w.]*": "prompt",
+        "max_tokens": "options.num_predict",
+    },
+    OLLAMA: {"response_format": "format", "max_tokens": "options.num_predict"},
+}
 FIELDS = ChatFields.model_fields.keys() | CompletionFields.model_fields.keys()
 # a field and where in it the fault is, at the beginning of a refusal: messages.0.content
 ADDRESS = re.compile(r"([a-z][a-z_]*)(?:\.\w+)*(?=[=:]| (?:has|with|\d+)\b)")
@@ -76,8 +95,12 @@ class ApiError(Exception):
 
     def body(self, path: str = "", request_id: str = "") -> dict[str, Any]:
         """The error object of an address. request_id: for those that name it."""
-        other = next((name for beginning, name in FORMATS.items() if path.startswith(beginning)), FORMAT)
-        message, param = (re.sub(rf"^{FORMAT}\b", other, text) for text in (self.message, self.param or ""))
+        message, param = self.message, self.param or ""
+        names = next((names for beginning, names in NAMES.items() if path.startswith(beginning)), {})
+        for pattern, name in names.items():
+            message, param = (
+                re.sub(rf"(?:^|(?<= of the prompt and )){pattern}", name, text) for text in (message, param)
+            )
         if path.startswith(OLLAMA) and not path.startswith(f"{OLLAMA}v1/"):  # else a mistaken address of OpenAI's
             return {"error": message}
         if path.startswith(MESSAGES):

@@ -124,6 +124,9 @@ def conversation(fields: CountedFields, window: int) -> ChatFields:
         raise refused(why, "thread", NO_THREADS)
     if fields.extra.get("compaction"):
         raise refused("compaction: the server makes no summaries; allowed: a message that asks for one", "compaction")
+    check_json("system", fields.system)  # the conversation's messages have other numbers
+    for number, message in enumerate(fields.messages):
+        check_json(f"messages.{number}", message.content)
     first_thought = _first_thought(fields, window)
     messages: list[dict[str, Any]] = []
     blocks = [{"text": fields.system}] if isinstance(fields.system, str) else fields.system or []

@@ -19,7 +19,7 @@ from slipstream.apps.server.answers import MessageWriter, encoded
 from slipstream.apps.server.error_objects import OLLAMA, ApiError, refused, validated
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.openai_routes import STARTED, answer, models_of
-from slipstream.apps.server.request_reading import check_extra
+from slipstream.apps.server.request_reading import check_extra, check_json
 from slipstream.apps.server.schemas import (
     FAIL_FAST,
     MAX_TOKENS,
@@ -181,6 +181,7 @@ def conversation(fields: OllamaChatFields | GenerateFields) -> ChatFields | Comp
 def _turns(fields: OllamaChatFields | GenerateFields) -> dict[str, Any]:
     """The messages and tools of a request."""
     if isinstance(fields, GenerateFields):
+        check_json("system", fields.system)
         turns = [("system", fields.system), ("user", _with_images(fields.prompt, fields.images))]
         return {"messages": [{"role": role, "content": content} for role, content in turns if content]}
     messages = []

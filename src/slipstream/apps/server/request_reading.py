@@ -554,9 +554,7 @@ def content_text(content: str | list[ContentPart] | None, name: str, between: st
     if isinstance(content, list):
         for number, part in enumerate(content):
             if part.type in IMAGES:
-                raise refused(
-                    f"{name} has a part of type {part.type!r}, but this model sees no images; allowed: 'text'", name
-                )
+                raise refused(f"{name} has an image, but this model sees none; allowed: text", name)
             if part.type != "text":
                 raise refused(f"{name} has a part of type {part.type!r:.40}; allowed: 'text'", name)
             if part.text is None:

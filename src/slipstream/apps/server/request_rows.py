@@ -255,7 +255,10 @@ class RowMaker:
         return cls(decoder, limits, reading, grammars, settings.greedy)
 
     def _too_long(self, message: str, param: str, prompt_tokens: int) -> ApiError:
-        """The refusal of a long prompt, with the server's option with which it fits if the model takes it."""
+        """The refusal of what exceeds the context, with the server's option with which it fits if the model takes it.
+
+        prompt_tokens: of a prompt that is too long by itself, else 0.
+        """
         window, context = self.limits.window, self.decoder.target.backend.max_length
         return ApiError(
             400,
@@ -364,7 +367,7 @@ class RowMaker:
                 name = "prompt" if isinstance(fields, CompletionFields) else "messages"
                 excess = f"the prompt alone has {prompt_length}" + ", and its answer at least one" * (not room)
             message = f"This model's maximum context length is {self.limits.window} tokens; {excess}"
-            raise self._too_long(message, name, prompt_length)
+            raise self._too_long(message, name, 0 if room > 0 else prompt_length)
         return min(default, room) if max_tokens is None else max_tokens
 
 

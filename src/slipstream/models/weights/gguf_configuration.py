@@ -32,8 +32,9 @@ def described(header: GGUFHeader) -> Path:
     if is_converted(folder):
         return folder
     announce(f"reading the tokenizer of {header.file.name!r} (once) ...")
-    with prepared(header.file.name, folder) as partial:
+    with prepared(header.file.name, folder) as partial, writable(header.file.name, folder.parent):
         describe(header, partial)
+        header.check_unchanged()
     return folder
 
 

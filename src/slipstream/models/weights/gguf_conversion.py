@@ -46,6 +46,7 @@ def convert(file: Path, folder: Path) -> None:
         with writable(file.name, folder.parent):
             describe(header, partial)
         model = dequantized(header, partial, torch.bfloat16)
+        header.check_unchanged()
         with writable(file.name, folder.parent):
             model.save_pretrained(partial)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import re
 import struct
 from dataclasses import dataclass, field, replace
@@ -106,6 +107,7 @@ class GGUFHeader:
     digest: str  # of the bytes before the tensors' data, of all parts
     size: int  # of those bytes in the first part
     parts: tuple[Path, ...]
+    states: tuple[tuple[int, ...], ...] = ()  # of the parts when they were read; see `_state`
 
     @property
     def architecture(self) -> str:
@@ -152,6 +154,15 @@ class GGUFHeader:
         if not isinstance(value, str):
             raise self.wrong(f"{name} is {'an array' if value is None else repr(value)}", "a text")
         return value or None
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that another has replaced since its header was read: the model would be a mixture of both."""
+        try:
+            states = tuple(map(_state, self.parts))
+        except OSError:
+            states = ()
+        if states != self.states:
+            raise self.wrong("it was changed while it was read", "a file that does not change")
 
     def check_model(self) -> None:
         """Refuse a file that is not a model, or whose metadata claim larger tensors than it has.
@@ -334,7 +345,8 @@ def read_header(file: Path) -> GGUFHeader:
         what = f"its {count} parts have {len(tensors)} tensors"
         raise parts[0].wrong(what, f"{declared}, as split.tensors.count says")
     digest = hashlib.sha256("".join(other.digest for other in parts).encode()).hexdigest()[:16]
-    return replace(parts[0], tensors=tensors, digest=digest, parts=tuple(files))
+    states = tuple(state for other in parts for state in other.states)
+    return replace(parts[0], tensors=tensors, digest=digest, parts=tuple(files), states=states)
 
 
 def _part_number(part: GGUFHeader, name: str, least: int) -> int:
@@ -368,16 +380,24 @@ def _two_tensors(file: Path, name: str) -> SlipstreamError:
     return wrong_file(file, f"two tensors are called {name!r}", "a name for each")
 
 
-def _gguf_names(folder: Path) -> list[str]:
+def _state(file: Path | int) -> tuple[int, ...]:
+    status = os.stat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def gguf_names(folder: Path) -> list[str]:
+    """The names of the GGUF files in a folder; none if it cannot be read."""
     try:
-        return sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+        return sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
     except OSError:
         return []
 
 
 def _read_part(file: Path) -> GGUFHeader:
     if not file.is_file():
-        near = get_close_matches(file.name, _gguf_names(file.parent), 1)
+        if file.is_symlink():
+            raise UsageError(f"model {str(file)!r} is a symbolic link to no file; allowed: a readable .gguf file")
+        near = get_close_matches(file.name, gguf_names(file.parent), 1)
         hint = f"did you mean {near[0]}? " if near else ""
         owner, repository, *path = (*file.parts, "", "")
         hub = (
@@ -390,7 +410,7 @@ def _read_part(file: Path) -> GGUFHeader:
                 refuse_pointers(file)
                 raise UsageError(f"model {str(file)!r} is not a GGUF file (its first four bytes are not 'GGUF')")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                part = _parse(file, _Reader(data, len(MAGIC)))
+                part = replace(_parse(file, _Reader(data, len(MAGIC))), states=(_state(stream.fileno()),))
     except (struct.error, EOFError) as error:
         raise SlipstreamError(
             f"model {str(file)!r} is truncated: the file ends before its last tensor: it ends in its header"

@@ -95,7 +95,9 @@ def _why_no_model(path: Path) -> str:
         return "is a file, but not a GGUF file (its first four bytes are not 'GGUF');"
     if not path.is_dir():
         return "is not a folder;"
-    files = sorted(file.name for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    from slipstream.models.weights.gguf_file import gguf_names
+
+    files = gguf_names(path)
     return f"has no config.json; did you mean its file {files[0]}?" if files else "has no config.json;"
 
 

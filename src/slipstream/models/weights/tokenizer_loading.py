@@ -45,6 +45,7 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
         refuse_pointers(place)
         raise code_of_its_own(source, error) or SlipstreamError(
             f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}"
+            + f"; delete the folder {place} to create it again" * is_converted(place)
         ) from error
 
 
