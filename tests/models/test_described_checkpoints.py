@@ -11,7 +11,6 @@ import torch
 
 from slipstream.models.decoder.planned_model import PLANNED, PlannedModel
 from slipstream.models.described_checkpoints import load_described
-from slipstream.models.hf.backend import HFBackend
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.pretrained import load_pretrained
 from tests.support.gguf_architectures import CASES, model_of
@@ -46,7 +45,7 @@ def logits(loaded: Loaded) -> list[torch.Tensor]:
 def test_all(name: str, dtype: str, tmp_path: Path) -> None:
     own, planned = both(write(tmp_path, name), LoadOptions(dtype))
     if planned is None:
-        pytest.skip(f"{name} {dtype} stack {getattr(own.backend,'stack',None) is not None}")
+        pytest.skip(f"{name} {dtype} stack {getattr(own.backend, 'stack', None) is not None}")
     assert isinstance(planned.model, PlannedModel)
     assert all(torch.equal(*pair) for pair in zip(logits(own), logits(planned), strict=True))
     assert own.fingerprint == planned.fingerprint

@@ -1,8 +1,8 @@
 """Starts of checkpoints without transformers, which takes seconds to import.
 
 A start through transformers describes a checkpoint if the kernels compute the model by its plan, all layers in one
-call: what transformers made of its settings, and its tokenizer. As long as its files stay the same, later starts read
-the description, and the weights from the safetensors files; anything else goes through transformers again.
+call. The description is what transformers made of the settings and of the tokenizer. As long as no file changes, later
+starts read it, and the weights from the safetensors files, with the same bits; all else goes through transformers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,50 +38,59 @@ from slipstream.models.generation_settings import end_ids
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.trials import code_digest, identity_of_files
 from slipstream.models.layer_replacement import PLAIN, fingerprint, packing, quantizing, replace_layers
-from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.loaded import READS_TEXT, Loaded, LoadOptions
 from slipstream.models.planned_models import backend_of
+from slipstream.models.weights.adapters import ADAPTER
 from slipstream.models.weights.gguf_configuration import prepared
 from slipstream.models.weights.model_files import is_converted, is_gguf
-from slipstream.models.weights.resolve import resolve
+from slipstream.models.weights.resolve import place_of
 from slipstream.models.weights.safetensors_files import CheckpointFiles, dtype_name
-from slipstream.models.weights.tokenizer_loading import FILES
+from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.models.weights.transformers_reader import check_finite
-from slipstream.tokenization.file_tokenizer import FileTokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer, as_file_tokenizer
 
 log = logging.getLogger("slipstream")
 
-HEAD = "lm_head.weight"
-KINDS = ("BF16", "F16", "F32")
+OUTPUT = "lm_head.weight"
+KINDS = frozenset(("BF16", "F16", "F32"))
 POSITIONS = (0, 1, 5, 100, 4095, 8192, 32767, 131071)  # at which rotations are compared
 
 
-def load_described(source: str, options: LoadOptions, tokenizer: Any) -> Loaded | None:
-    """A checkpoint that a start through transformers has described; None if there is no description that fits.
+@dataclass(frozen=True)
+class Description:
+    """What transformers made of a checkpoint's files."""
 
-    tokenizer: as for `load`.
+    settings: dict[str, Any]  # all fields of its configuration
+    generation: dict[str, Any]  # likewise of its generation_config
+    dtype: str  # of its weights
+    is_tied: bool  # embedding and output layer share their weight
+    has_tokenizer: bool = False
+
+
+def load_described(source: str, options: LoadOptions, tokenizer: Any) -> Loaded | None:
+    """A checkpoint as an earlier start has described it; None where transformers must load it.
+
+    tokenizer: the caller's, if any.
     """
-    if is_gguf(source) or not _are_usual(options) or not _on_processor(options):
+    if is_gguf(source):
         return None
-    folder = resolve(source)
+    folder = place_of(source)
     identity = _identity(source, folder, options)
-    description = None if identity is None else read_measured("checkpoints", identity, dict)
-    if description is None:
+    described = None if identity is None else read_measured("checkpoints", identity, lambda saved: Description(**saved))
+    model = None if described is None else planned_model(described.settings)
+    if described is None or model is None:
         return None
-    model, wrapped = planned_model(description["settings"]), None
-    if tokenizer is not None:
-        wrapped = HFTokenizer(tokenizer)
-    elif description["has_tokenizer"]:
-        place = _tokenizer_folder(folder)
+    wrapped, place = None if tokenizer is None else HFTokenizer(tokenizer), _tokenizer_folder(folder)
+    if wrapped is None and described.has_tokenizer:
         if not is_converted(place):
             return None
-        wrapped = HFTokenizer(FileTokenizer.read(place))
+        wrapped = load_tokenizer(source, str(place))
     files = CheckpointFiles(source, folder)
-    if model is None or not _fits(files, model, description["is_tied"]):
+    if not _fits(files, model, described.is_tied):
         return None
-    _fill(model, files, getattr(torch, description["dtype"]), description["is_tied"])
+    _fill(model, files, getattr(torch, described.dtype), described.is_tied)
     check_finite(source, model)
-    model.generation_config = SimpleNamespace(**description["generation"])
+    model.generation_config = SimpleNamespace(**described.generation)
     separate_threads()
     convert = quantizing(model, options, PLAIN) if options.quantize else packing(model, options.fast)
     if convert is None:
@@ -92,86 +102,68 @@ def load_described(source: str, options: LoadOptions, tokenizer: Any) -> Loaded 
     backend = backend_of(source, folder, model, options, layer_kind)
     if backend.stack is None:
         return None
-    model_fingerprint = fingerprint(backend, PLANNED[model.config.model_type], "packed")
+    name = fingerprint(backend, PLANNED[model.config.model_type], "packed")
     head = restriction.apply(by_position=True)
     ends, arithmetic = end_ids(model, backend.vocab_size), arithmetic_of(model)
-    loaded = Loaded(backend, source, ends, wrapped, model, True, model_fingerprint, head, arithmetic, source)
-    log.info("%s is computed by its plan, without transformers", source)
-    return loaded
+    return Loaded(backend, source, ends, wrapped, model, True, name, head, arithmetic, source)
 
 
-def description_of(source: str, folder: str, model: Any, options: LoadOptions) -> dict[str, Any] | None:
-    """The description of a model that transformers has just loaded; None if its plan says less than the model."""
+def description_of(source: str, folder: str, model: Any, options: LoadOptions) -> Description | None:
+    """The description of a model that transformers has just loaded; None if the model is more than its plan says."""
     config = model.config
-    is_plain = PLANNED.get(config.model_type) == type(model).__name__ and model.device.type == "cpu"
-    is_quantized = getattr(config, "quantization_config", None) is not None
-    if not is_plain or is_quantized or not _are_usual(options) or _identity(source, folder, options) is None:
+    if PLANNED.get(config.model_type) != type(model).__name__ or _identity(source, folder, options) is None:
         return None
     try:
         settings = json.loads(json.dumps(config.to_dict()))
         generation = {name: value for name, value in vars(model.generation_config).items() if name[:1] != "_"}
         generation = json.loads(json.dumps(generation))
-        planned = planned_model(settings)
-        plan = plan_of(config, MaskBuilder(model).windows)
-    except (TypeError, ValueError, AttributeError, LookupError, UnknownLayerError):  # settings that no GGUF file has
+        planned, plan = planned_model(settings), plan_of(config, MaskBuilder(model).windows)
+    except (TypeError, ValueError, AttributeError, LookupError, UnknownLayerError):  # as a plan has no word for them
         return None
-    is_tied, tensors = are_tied(model), model.state_dict()
+    is_tied = are_tied(model)
     is_same = (
         planned is not None
+        and "quantization_config" not in settings
         and planned.plan == plan.with_layers(angles_in_pairs=False, angles_of_pairs=False)
+        and {tensor.dtype for tensor in model.state_dict().values()} == {model.dtype}
         and _shapes(planned) == _shapes(model)
         and _norms(planned) == _norms(model)
-        and {tensor.dtype for tensor in tensors.values()} == {model.dtype}
         and _rotate_alike(model, plan, planned)
         and _fits(CheckpointFiles(source, folder), planned, is_tied)
     )
-    if not is_same:
-        return None
-    return {
-        "settings": settings,
-        "generation": generation,
-        "dtype": dtype_name(model.dtype),
-        "is_tied": is_tied,
-        "has_tokenizer": any((Path(folder) / name).exists() for name in FILES),
-    }
+    return Description(settings, generation, dtype_name(model.dtype), is_tied) if is_same else None
 
 
-def describe(description: dict[str, Any], source: str, folder: str, options: LoadOptions, loaded: Loaded) -> None:
+def describe(description: Description, folder: str, options: LoadOptions, loaded: Loaded) -> None:
     """Save a description for later starts, if the kernels compute the model in one call."""
-    identity, backend = _identity(source, folder, options), loaded.backend
-    if identity is None or not isinstance(backend, HFBackend) or backend.stack is None:
+    identity, backend = _identity(loaded.source, folder, options), loaded.backend
+    in_one_call = isinstance(backend, HFBackend) and backend.stack is not None and loaded.vision == READS_TEXT
+    if identity is None or not in_one_call:
         return
     with suppress(OSError, SlipstreamError):  # if it cannot be saved, the next start imports transformers again
-        if description["has_tokenizer"]:
-            place, wrapped = _tokenizer_folder(folder), loaded.tokenizer
-            tokenizer = as_file_tokenizer(wrapped) if isinstance(wrapped, HFTokenizer) else None
+        if isinstance(loaded.tokenizer, HFTokenizer):
+            tokenizer, place = as_file_tokenizer(loaded.tokenizer), _tokenizer_folder(folder)
             if tokenizer is None:
                 return
             if not is_converted(place):
-                with prepared(source, place) as partial:
+                with prepared(loaded.source, place) as partial:
                     tokenizer.save(partial)
-        save_measured("checkpoints", identity, description)
-
-
-def _are_usual(options: LoadOptions) -> bool:
-    return not options.extra and options.rounding == "none" and options.activations == "auto"
-
-
-def _on_processor(options: LoadOptions) -> bool:
-    return options.device.startswith("cpu") or (options.device == "auto" and not torch.cuda.is_available())
+        saved = vars(description) | {"has_tokenizer": loaded.tokenizer is not None}
+        save_measured("checkpoints", identity, saved)
 
 
 def _identity(source: str, folder: str, options: LoadOptions) -> str | None:
-    """Everything that a description depends on; None if the files are not in a folder, or belong to an adapter."""
-    if any((place / "adapter_config.json").is_file() for place in (expanded(source), Path(folder))):
-        return None
-    files = identity_of_files(folder)
+    """All that a description depends on; None for adapters, files outside a folder, and options of transformers."""
+    is_usual = not options.extra and options.rounding == "none" and options.activations == "auto"
+    on_processor = options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available())
+    is_adapter = any((place / ADAPTER).is_file() for place in (expanded(source), Path(folder)))
+    files = identity_of_files(folder) if is_usual and on_processor and not is_adapter else None
     versions = f"transformers {version('transformers')} slipstream {code_digest()}"
-    how = f"{options.dtype} {options.quantize} {options.fast} {options.vocabulary}"
-    return None if files is None else f"{versions} {how} {files}"
+    return files and f"{versions} {options.dtype} {options.quantize} {options.fast} {files}"
 
 
 def _tokenizer_folder(folder: str) -> Path:
+    """The folder of a checkpoint's tokenizer, whether it has been saved or not."""
     if is_converted(Path(folder)):
         return Path(folder)
     versions = f"transformers {version('transformers')} tokenizers {version('tokenizers')}"
@@ -184,42 +176,44 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _norms(model: nn.Module) -> list[str]:
-    """The vectors among the weights, in the order on which the digest depends."""
+    """The weights of norms in the order on which the model's digest depends."""
     return [name for name, weight in model.named_parameters() if weight.dim() == 1 and name.endswith("weight")]
 
 
 def _rotate_alike(model: Any, plan: DecoderPlan, planned: PlannedModel) -> bool:
-    """True if both models rotate by the same bits."""
-    hidden, ropes = torch.zeros(1, 1, 1, dtype=model.dtype), []
+    """True if both models rotate by the same bits in each layer."""
     planned.compute_on(torch.device("cpu"), model.dtype)
     for last in (3, len(POSITIONS)):  # some rotations depend on the largest position
-        positions = torch.tensor([POSITIONS[:last]])
-        for one, of_model in ((model, plan), (planned, planned.plan)):
-            rotations, _ = layer_rotations(one, decoder_module(one, of_model), of_model)
-            ropes.append([part for rope in rotations.computed(hidden, positions) for part in rope])
-    pairs = [*zip(ropes[0], ropes[1], strict=True), *zip(ropes[2], ropes[3], strict=True)]
-    return all(torch.equal(*pair) for pair in pairs)
+        positions, hidden = torch.tensor([POSITIONS[:last]]), torch.zeros(1, 1, 1, dtype=model.dtype)
+        ropes = []
+        for each, of_each in ((model, plan), (planned, planned.plan)):
+            rotations, of_layers = layer_rotations(each, decoder_module(each, of_each), of_each)
+            by_kind = [torch.stack(rope) for rope in rotations.computed(hidden, positions)]
+            ropes.append([by_kind[kind] for kind in of_layers if by_kind])
+        if not all(torch.equal(*pair) for pair in zip(*ropes, strict=True)):
+            return False
+    return True
 
 
 def _fits(files: CheckpointFiles, model: PlannedModel, is_tied: bool) -> bool:
-    """True if the files hold this model's tensors, each once, and nothing else."""
-    shapes = {name: shape for name, shape in _shapes(model).items() if not (is_tied and name == HEAD)}
-    return files.shapes == shapes and set(files.kinds.values()) <= set(KINDS) and not files.has_copies
+    """True if the files hold the model's tensors, each once, and nothing else."""
+    shapes = _shapes(model)
+    if is_tied:
+        del shapes[OUTPUT]
+    return files.shapes == shapes and KINDS.issuperset(files.kinds.values()) and not files.has_copies
 
 
 def _fill(model: PlannedModel, files: CheckpointFiles, dtype: torch.dtype, is_tied: bool) -> None:
-    for name in _shapes(model):
-        path, _, key = name.rpartition(".")
-        module: Any = model.get_submodule(path)
-        if is_tied and name == HEAD:
-            module.weight = model.get_input_embeddings().weight
-            continue
-        tensor = files.whole(name).to(dtype)
-        if key in module._buffers:
-            module._buffers[key] = tensor
-        else:
-            setattr(module, key, nn.Parameter(tensor, requires_grad=False))
-    for module in model.modules():
-        if isinstance(module, ScaledEmbedding):  # transformers keeps the factor in the model's type
+    """Give an empty model its weights, in this type."""
+    for path, module in list(model.named_modules()):
+        own = {**dict(module.named_parameters(path, recurse=False)), **dict(module.named_buffers(path, recurse=False))}
+        for name, empty in own.items():
+            if is_tied and name == OUTPUT:
+                module.weight = model.get_input_embeddings().weight
+                continue
+            tensor = files.whole(name).to(dtype)
+            is_buffer = not isinstance(empty, nn.Parameter)
+            setattr(module, name.rpartition(".")[2], tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
+        if isinstance(module, ScaledEmbedding):  # transformers rounds the factor to the model's type
             module.scale = float(torch.tensor(module.scale, dtype=dtype))
     model.compute_on(torch.device("cpu"), dtype)

@@ -190,9 +190,10 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized
     vision = vision_of(folder, backend, options)
     if not isinstance(vision, str) and wrapped is not None and not wrapped.has_chat_template:
         wrapped.inner.chat_template = vision.chat_template()
+    loaded = replace(loaded, source=source, rounding=options.rounding, vision=vision)
     if description is not None:
-        describe(description, source, folder, options, loaded)
-    return replace(loaded, source=source, rounding=options.rounding, vision=vision)
+        describe(description, folder, options, loaded)
+    return loaded
 
 
 def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
