@@ -43,7 +43,7 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 # whose parameters have other names in files, or another order in their digest, or whose heads differ by layer
 UNLIKE = {"glm4", *(name for name in NAMES if name.startswith("gemma4"))}
-UNLIKE |= {name for name in NAMES if "mo" in name or "mix" in name or "deepseek" in name or "oss" in name}
+UNLIKE |= {name for name in NAMES if "moe" in name or "mix" in name or "deepseek" in name or "oss" in name}
 UNLIKE |= {"granitehybrid", "qwen35"}
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -75,7 +75,8 @@ def logits(loaded: Any) -> list[torch.Tensor]:
 def test_a_described_model_has_the_bits_and_the_names_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
     options = LoadOptions(dtype)
     own, planned = both(write(tmp_path / "model", name), options)
-    is_described = name not in UNLIKE and isinstance(own.backend, HFBackend) and own.backend.stack is not None
+    unlike = UNLIKE if dtype == "bfloat16" else {*UNLIKE, "phi3", "phi3-longrope"}
+    is_described = name not in unlike and isinstance(own.backend, HFBackend) and own.backend.stack is not None
     assert (planned is not None) == is_described >= (name not in UNLIKE and dtype == "bfloat16")
     if planned is None:
         return

@@ -72,7 +72,7 @@ def load_described(source: str, options: LoadOptions, tokenizer: Any) -> Loaded 
 
     tokenizer: the caller's, if any.
     """
-    if is_gguf(source):
+    if is_gguf(source) or not _are_usual(options):
         return None
     folder = place_of(source)
     identity = _identity(source, folder, options)
@@ -127,7 +127,7 @@ def description_of(source: str, folder: str, model: Any, options: LoadOptions) -
         and planned.plan == plan.with_layers(angles_in_pairs=False, angles_of_pairs=False)
         and {tensor.dtype for tensor in model.state_dict().values()} == {model.dtype}
         and _shapes(planned) == _shapes(model)
-        and _norms(planned) == _norms(model)
+        and _digested(planned, model.dtype) == _digested(model, model.dtype)
         and _rotate_alike(model, plan, planned)
         and _fits(CheckpointFiles(source, folder), planned, is_tied)
     )
@@ -152,12 +152,15 @@ def describe(description: Description, folder: str, options: LoadOptions, loaded
         save_measured("checkpoints", identity, saved)
 
 
+def _are_usual(options: LoadOptions) -> bool:
+    on_processor = options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available())
+    return on_processor and not options.extra and options.rounding == "none" and options.activations == "auto"
+
+
 def _identity(source: str, folder: str, options: LoadOptions) -> str | None:
     """All that a description depends on; None for adapters, files outside a folder, and options of transformers."""
-    is_usual = not options.extra and options.rounding == "none" and options.activations == "auto"
-    on_processor = options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available())
     is_adapter = any((place / ADAPTER).is_file() for place in (expanded(source), Path(folder)))
-    files = identity_of_files(folder) if is_usual and on_processor and not is_adapter else None
+    files = identity_of_files(folder) if _are_usual(options) and not is_adapter else None
     versions = f"transformers {version('transformers')} slipstream {code_digest()}"
     return files and f"{versions} {options.dtype} {options.quantize} {options.fast} {files}"
 
@@ -175,9 +178,11 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _norms(model: nn.Module) -> list[str]:
-    """The weights of norms in the order on which the model's digest depends."""
-    return [name for name, weight in model.named_parameters() if weight.dim() == 1 and name.endswith("weight")]
+def _digested(model: nn.Module, dtype: torch.dtype) -> list[list[str]]:
+    """The weights in the order in which the model's digest has them: those of norms and, in panels, matrices."""
+    dims = (1, 2) if dtype == torch.float16 else (1,)
+    weights = [item for item in model.named_parameters() if item[0].endswith("weight") and item[0] != OUTPUT]
+    return [[name for name, weight in weights if weight.dim() == dim] for dim in dims]
 
 
 def _rotate_alike(model: Any, plan: DecoderPlan, planned: PlannedModel) -> bool:
