@@ -166,3 +166,16 @@ def test_a_tokenizer_that_does_more_has_no_copy(tmp_path: Path) -> None:
     assert as_file_tokenizer(HFTokenizer(OtherTokenizer.from_pretrained(tmp_path))) is None
     usual.response_template = "{}"
     assert as_file_tokenizer(HFTokenizer(usual)) is None
+
+
+def test_marks_of_an_answer_are_decoded_as_by_transformers(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|channel>thought\n{{ m.content }}<channel|>{% endfor %}"
+    original = byte_tokenizer(template)
+    original.add_special_tokens({"additional_special_tokens": ["<|channel>", "<channel|>"]})
+    reference, copy = HFTokenizer(original), as_file_tokenizer(HFTokenizer(original))
+    assert copy is not None
+    own, text = HFTokenizer(copy), "<|channel>thought\na<channel|>b<eos>"
+    assert own._mark_ids == reference._mark_ids != frozenset()
+    assert (
+        own.decode_marked(own.encode(text)) == reference.decode_marked(own.encode(text)) == text.removesuffix("<eos>")
+    )

@@ -71,9 +71,13 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, spaces left alone."""
+        return self._decoded(ids, skip_special_tokens=True)
+
+    def _decoded(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self._backend_decodes:
-            return str(self.inner.backend_tokenizer.decode(ids, skip_special_tokens=True))
-        return str(self.inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return str(self.inner.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self.inner.decode(ids, **options))
 
     def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
         """Token ids of a conversation, by default with the opening of the answer."""
@@ -234,7 +238,7 @@ class HFTokenizer:
         if not self._mark_ids:
             return self.decode(ids)
         shown = [token for token in ids if token not in self._hidden_ids]
-        return str(self.inner.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._decoded(shown, skip_special_tokens=False)
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self.inner.get_vocab())
