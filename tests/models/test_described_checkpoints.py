@@ -198,6 +198,15 @@ def test_a_setting_that_no_plan_knows_goes_through_transformers(setting: str, va
     assert (both(source, LoadOptions())[1] is not None) == (setting == "rms_norm_eps")
 
 
+def test_a_checkpoint_without_safetensors_files_loads_as_before(tmp_path: Path) -> None:
+    source = write(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "model" / "pytorch_model.bin")
+    weights.unlink()
+    own, planned = both(source, LoadOptions())
+    assert logits(own)[0].isfinite().all() and planned is None
+
+
 def test_an_adapter_in_the_folder_goes_through_transformers(tmp_path: Path) -> None:
     source = write(tmp_path / "model")
     (tmp_path / "model" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": source}))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.models.weights.gguf_configuration import described
@@ -164,6 +165,9 @@ def test_a_tokenizer_that_does_more_has_no_copy(tmp_path: Path) -> None:
         changed = PreTrainedTokenizerFast.from_pretrained(tmp_path, **change)
         assert as_file_tokenizer(HFTokenizer(changed)) is None
     assert as_file_tokenizer(HFTokenizer(OtherTokenizer.from_pretrained(tmp_path))) is None
+    in_python = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    in_python.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(object())
+    assert as_file_tokenizer(HFTokenizer(in_python)) is None
     usual.response_template = "{}"
     assert as_file_tokenizer(HFTokenizer(usual)) is None
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from slipstream.checks import expanded
-from slipstream.errors import SlipstreamError
+from slipstream.errors import MODEL_ERRORS, SlipstreamError
 from slipstream.models.cache_folder import cache_folder, read_measured, save_measured
 from slipstream.models.cpu.block_linear import ScaledEmbedding
 from slipstream.models.cpu.float16_linear import are_tied
@@ -110,16 +110,20 @@ def load_described(source: str, options: LoadOptions, tokenizer: Any) -> Loaded 
 
 def description_of(source: str, folder: str, model: Any, options: LoadOptions) -> Description | None:
     """The description of a model that transformers has just loaded; None if the model is more than its plan says."""
-    config = model.config
-    if PLANNED.get(config.model_type) != type(model).__name__ or _identity(source, folder, options) is None:
+    is_planned = PLANNED.get(model.config.model_type) == type(model).__name__
+    if not is_planned or _identity(source, folder, options) is None:
         return None
     try:
-        settings = json.loads(json.dumps(config.to_dict()))
-        generation = {name: value for name, value in vars(model.generation_config).items() if name[:1] != "_"}
-        generation = json.loads(json.dumps(generation))
-        planned, plan = planned_model(settings), plan_of(config, MaskBuilder(model).windows)
-    except (TypeError, ValueError, AttributeError, LookupError, UnknownLayerError):  # as a plan has no word for them
+        return _described(CheckpointFiles(source, folder), model)
+    except (*MODEL_ERRORS, SlipstreamError, UnknownLayerError):  # no safetensors files, or settings without a plan
         return None
+
+
+def _described(files: CheckpointFiles, model: Any) -> Description | None:
+    settings = json.loads(json.dumps(model.config.to_dict()))
+    generation = {name: value for name, value in vars(model.generation_config).items() if name[:1] != "_"}
+    generation = json.loads(json.dumps(generation))
+    planned, plan = planned_model(settings), plan_of(model.config, MaskBuilder(model).windows)
     is_tied = are_tied(model)
     is_same = (
         planned is not None
@@ -129,7 +133,7 @@ def description_of(source: str, folder: str, model: Any, options: LoadOptions) -
         and _shapes(planned) == _shapes(model)
         and _digested(planned, model.dtype) == _digested(model, model.dtype)
         and _rotate_alike(model, plan, planned)
-        and _fits(CheckpointFiles(source, folder), planned, is_tied)
+        and _fits(files, planned, is_tied)
     )
     return Description(settings, generation, dtype_name(model.dtype), is_tied) if is_same else None
 

@@ -309,7 +309,12 @@ def as_file_tokenizer(tokenizer: HFTokenizer) -> FileTokenizer | None:
     is_usual = issubclass(kind, Fast) and all(getattr(kind, name) is getattr(Fast, name) for name in METHODS)
     if not is_usual or inner.split_special_tokens or not isinstance(template, str | None):
         return None
-    backend = Tokenizer.from_str(inner.backend_tokenizer.to_str())
+    try:
+        backend = Tokenizer.from_str(inner.backend_tokenizer.to_str())
+    except Exception as error:
+        if type(error) is not Exception:  # the tokenizers package raises bare Exceptions
+            raise
+        return None  # parts of it are written in Python
     backend.no_truncation()
     backend.no_padding()
     copy = FileTokenizer(backend, inner.special_tokens_map, template).standing_for(inner)
