@@ -186,6 +186,8 @@ def test_what_only_transformers_loads_is_not_described(options: LoadOptions, tmp
     if options.device == "auto" and options.rounding == "none":
         load_pretrained(source, options, None, None)
     assert load_described(source, options, None) is None
+    in_subfolder = LoadOptions(extra={"subfolder": "model"})
+    assert load_described(str(tmp_path), in_subfolder, None) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -48,8 +47,6 @@ from slipstream.models.weights.safetensors_files import CheckpointFiles, dtype_n
 from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.models.weights.transformers_reader import check_finite
 from slipstream.tokenization.hf_tokenizer import HFTokenizer, as_file_tokenizer
-
-log = logging.getLogger("slipstream")
 
 OUTPUT = "lm_head.weight"
 KINDS = frozenset(("BF16", "F16", "F32"))
