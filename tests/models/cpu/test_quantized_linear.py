@@ -134,7 +134,7 @@ def test_without_kernels_auto_packs_and_an_explicit_type_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.models.pretrained.SMALLEST", 0)
-    monkeypatch.setattr("slipstream.models.pretrained.kernels", lambda: None)
+    monkeypatch.setattr("slipstream.models.layer_replacement.kernels", lambda: None)
     shared("llama").save_pretrained(tmp_path)
     loaded = load(str(tmp_path), LoadOptions(quantize="auto"))
     kinds = {type(module) for module in loaded.model.modules()}
