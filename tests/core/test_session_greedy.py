@@ -155,7 +155,7 @@ def test_captured_models_are_computed_by_kernels_or_say_why_not(
         return f"out of luck with {fast}"  # each message is logged once
 
     monkeypatch.setattr(loading, "_is_captured", lambda model, fast: fast is not False)
-    monkeypatch.setattr(loading, "_packed", lambda model, fast: None)
+    monkeypatch.setattr(loading, "packing", lambda model, fast: None)
     monkeypatch.setattr(loading, "use_kernels", refuse)
     model, text = fresh("llama"), prompts((9,))[0]
     texts = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,12 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
             loaded = load(file, replace(options, extra=extra), tokenizer)
             return replace(loaded, name=loaded.name.replace(file, str(source)))
         with paused_collection():
+            if "transformers" not in sys.modules:  # else its own classes cost little, and callers get its objects
+                from slipstream.models.described_checkpoints import load_described
+
+                described = load_described(str(source), options, tokenizer)
+                if described is not None:
+                    return described
             from slipstream.models.decoder.planned_model import PlannedModel
             from slipstream.models.planned_models import load_planned
             from slipstream.models.quantized_models import load_in_blocks

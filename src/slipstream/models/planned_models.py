@@ -29,19 +29,25 @@ def load_planned(source: str, options: LoadOptions, tokenizer: Any, quantized: Q
     separate_threads()
     wrapped = quantized.tokenizer if tokenizer is None else HFTokenizer(tokenizer)
     restriction = Restriction(model, options.vocabulary, None)
+    backend = backend_of(source, quantized.folder, model, options, "in blocks")
+    fingerprint = _fingerprint(backend, model)
+    head = restriction.apply(by_position=True)
+    ends = end_ids(model, backend.vocab_size)
+    arithmetic = arithmetic_of(model)
+    return Loaded(backend, source, ends, wrapped, model, True, fingerprint, head, arithmetic, source)
+
+
+def backend_of(source: str, folder: str, model: PlannedModel, options: LoadOptions, layer_kind: str) -> HFBackend:
+    """The backend that runs a planned model on the CPU; see `passed_trials`."""
     backend = HFBackend(model, model.new_cache())
-    passed = passed_trials(source, quantized.folder, model, options, "in blocks")
+    passed = passed_trials(source, folder, model, options, layer_kind)
     use_compiled_ops(backend, model.plan, model.fused_layers(), OwnLogits(backend, passed))
     # modules that mix tokens need the same number of them in each row
     attends = backend.stack is not None or all(layer.mixer is None for layer in model.plan.layers)
     backend.ragged = attends and backend.cache.states is None
     if backend.stack is None:
         check_logits(a_few_logits(backend))  # of PyTorch's operators, which no trial has checked
-    fingerprint = _fingerprint(backend, model)
-    head = restriction.apply(by_position=True)
-    ends = end_ids(model, backend.vocab_size)
-    arithmetic = arithmetic_of(model)
-    return Loaded(backend, source, ends, wrapped, model, True, fingerprint, head, arithmetic, source)
+    return backend
 
 
 def _load_on_gpu(source: str, options: LoadOptions, tokenizer: Any, quantized: QuantizedModel) -> Loaded | None:

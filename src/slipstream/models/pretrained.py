@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_experts import experts_of
-from slipstream.models.cpu.float16_linear import are_tied, in_panels, not_in_panels, widen
-from slipstream.models.cpu.huge_pages import HugePages
-from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version, kernels
-from slipstream.models.cpu.packed_linear import KernelLinear, compressed_or_packed, pack, unsupported
 from slipstream.models.cpu.quantized_linear import (
     BITS,
-    SMALLEST,
     arithmetic_of,
     convert_experts,
-    convert_latent,
-    formats_of,
-    num_weights,
-    quantized,
 )
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.graph_backend import GraphedBackend, use_kernels
 from slipstream.models.cuda.graph_store import why_not_captured
 from slipstream.models.cuda.indexed_cache import WIDTHS
-from slipstream.models.decoder.fused_layer import is_fused
-from slipstream.models.decoder.fused_linear import called_by_none, fuse, linear_calls
-from slipstream.models.decoder.recurrent_mixers import order_outputs, recurrent_layers
+from slipstream.models.decoder.recurrent_mixers import recurrent_layers
+from slipstream.models.described_checkpoints import describe, description_of
 from slipstream.models.draft_vocabulary import Restriction
 from slipstream.models.generation_settings import end_ids
 from slipstream.models.hf.backend import HFBackend
@@ -46,6 +33,7 @@ from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backe
 from slipstream.models.hf.supported_models import not_by_position, without_weights
 from slipstream.models.hf.trials import OwnLogits, PassedTrials, passed_trials
 from slipstream.models.hf.vision import vision_of
+from slipstream.models.layer_replacement import PLAIN, Convert, fingerprint, packing, quantizing, replace_layers
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
 from slipstream.models.notices import warn_slower
 from slipstream.models.quantized_models import QuantizedModel
@@ -54,9 +42,6 @@ from slipstream.tokenization.hf_tokenizer import HFTokenizer
 
 log = logging.getLogger("slipstream")
 
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-_PLAIN = "'auto', 'bfloat16', 'float16', 'float32'"  # dtypes of a draft model that is not quantized
-Convert = Callable[[nn.Linear], nn.Module]
 _TRIED: WeakSet[Any] = WeakSet()  # models whose logits over a slot cache have been checked
 AnyBackend = HFBackend | GraphedBackend | OwnCacheBackend
 
@@ -74,9 +59,9 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     view = ModelView(owned)
     model = view.model
     _declare_sizes(model)
-    convert = _quantized(model, options, "'auto'") if options.quantize in BITS else None
+    convert = quantizing(model, options, "'auto'") if options.quantize in BITS else None
     if convert is None and options.fast is True:
-        convert = _packed(model, True)
+        convert = packing(model, True)
     if convert is not None:
         separate_threads()
     elif options.vocabulary not in ("auto", "full"):
@@ -126,7 +111,7 @@ def _backend(
     if reason is None:
         reason = why_not_on_slots(lambda: is_causal(HFBackend(model), model))
     if convert is not None:
-        _convert(model, convert)
+        replace_layers(model, convert)
     elif fast is not False and owned is None and model.device.type == "cpu":
         convert_experts(model)  # also where linear layers stay, as in some float16 models
     if reason is None:
@@ -174,55 +159,6 @@ def _cannot_be_captured(model: Any, reason: str) -> UsageError:
     return UsageError(f"fast=True, but {type(model).__name__} cannot be captured: {reason}; allowed: 'auto' or False")
 
 
-def _packed(model: Any, fast: bool | str) -> Convert | None:
-    """The function that packs a layer; None if layers stay plain. Raises `UsageError` if fast=True and they must."""
-    if fast is False or model.device.type == "cuda":
-        return None
-    is_float16 = model.dtype == torch.float16
-    reason = not_in_panels(model) if is_float16 else unsupported(model)
-    if reason is None:
-        return in_panels if is_float16 else compressed_or_packed
-    if fast is True:
-        raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
-    warn_slower(f"the weights of {type(model).__name__} are not packed: {reason}")
-    return None
-
-
-def _quantized(model: Any, options: LoadOptions, allowed: str) -> Convert | None:
-    """The function that quantizes a layer; for "auto", one that packs it where quantizing gains nothing.
-
-    Raises `UsageError` if "int4" or "int8" is asked for and the layers cannot be quantized.
-    """
-    bits, is_required = options.quantize, options.quantize in BITS
-    if not is_required and (options.fast is False or num_weights(model) < SMALLEST):
-        return _packed(model, options.fast)
-    reason = unsupported(model)
-    if reason is None and num_weights(model) == 0:
-        reason = f"no linear layer has a multiple of {INPUTS} inputs"
-    if reason is None and kernels() is None:
-        reason = "Slipstream's own kernels are not available"
-    if reason is not None:
-        if is_required:
-            raise UsageError(
-                f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantized: {reason}; allowed: {allowed}"
-            )
-        return _packed(model, options.fast)
-    return partial(quantized, bits=str(bits) if is_required else "int4", memory=HugePages())
-
-
-def _convert(model: Any, convert: Convert) -> None:
-    """Replace each linear layer that runs by `convert` of it; layers that share an input become one."""
-    order_outputs(model)
-    convert_experts(model, convert)
-    convert_latent(model, convert)
-    calls, is_tied = linear_calls(model), are_tied(model)
-    unused = called_by_none(model, calls)
-    fuse(model, convert, calls)
-    pack(model, convert, unused)
-    if model.dtype == torch.float16:
-        widen(model, is_tied)
-
-
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized: QuantizedModel | None) -> Loaded:
     """Load a folder, a .gguf file, the default model or a hub id. quantized: the result of `load_in_blocks`."""
     from slipstream.models.plain_models import load_model
@@ -231,6 +167,8 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized
         return _load_parallel(source, options, tokenizer)
     folder, model = load_model(source, options) if quantized is None else (quantized.folder, quantized.model)
     _declare_sizes(model)
+    describes = quantized is None and tokenizer is None
+    description = description_of(source, folder, model, options) if describes else None
     in_blocks = quantized is not None and quantized.in_blocks
     if model.device.type == "cpu":
         separate_threads()
@@ -238,7 +176,7 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else read or load_tokenizer(source, folder, options)
     convert = None
     if not in_blocks:
-        convert = _quantized(model, options, _PLAIN) if options.quantize else _packed(model, options.fast)
+        convert = quantizing(model, options, PLAIN) if options.quantize else packing(model, options.fast)
     restriction = Restriction(model, options.vocabulary, convert)
     layer_kind = "in blocks" if in_blocks else f"{options.quantize} {getattr(convert, '__name__', None)}"
     # captured forwards score the whole vocabulary
@@ -252,7 +190,10 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized
     vision = vision_of(folder, backend, options)
     if not isinstance(vision, str) and wrapped is not None and not wrapped.has_chat_template:
         wrapped.inner.chat_template = vision.chat_template()
-    return replace(loaded, source=source, rounding=options.rounding, vision=vision)
+    loaded = replace(loaded, source=source, rounding=options.rounding, vision=vision)
+    if description is not None:
+        describe(description, folder, options, loaded)
+    return loaded
 
 
 def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
@@ -272,24 +213,7 @@ def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
 
 
 def _fingerprint(backend: AnyBackend, packed: bool) -> str:
-    model, kind = backend.model, "packed" if packed else "plain"
+    kind = "packed" if packed else "plain"
     if isinstance(backend, GraphedBackend):
         kind = f"graphed at {WIDTHS}{' by kernels' if backend.shape_independent else ''}"
-    shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
-    config = model.config.get_text_config()
-    experts = experts_of(model)
-    is_compressed = any(isinstance(module, KernelLinear) for module in model.modules())
-    exact = f"{bfloat16_version()} " if experts or is_compressed else ""
-    if experts:
-        exact += f"experts {'+'.join(sorted({name for block in experts for name in block.formats}))} "
-    if formats := formats_of(model):
-        exact += f"{formats} "
-    if arithmetic := arithmetic_of(model):
-        exact = f"{block_version()} {arithmetic} "
-    fused = "fused " if any(is_fused(module) for module in model.modules()) else ""
-    states = backend.cache.states if isinstance(backend, HFBackend) else None
-    recurrent = "" if states is None else "compiled states " if states.compiled else "states "
-    layers, hidden, heads, inner = (getattr(config, name, "") for name in _SIZES)
-    layers = f"{type(model).__name__} {layers} {fused}{recurrent}layers {config._attn_implementation}"
-    sizes = f"{hidden} {heads} {inner} {backend.vocab_size}"
-    return f"{layers} {sizes} {model.dtype} {exact}{kind} {' '.join(shapes)}"
+    return fingerprint(backend, type(backend.model).__name__, kind)

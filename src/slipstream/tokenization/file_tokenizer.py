@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from slipstream.tokenization.chat_template import rendered
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+IDENTITY = ("class_name", "add_bos_token", "add_eos_token")  # see `FileTokenizer.standing_for`
 ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -29,6 +30,10 @@ class FileTokenizer:
 
     is_fast = True
     response_template = None
+    # of transformers' tokenizer in whose place it stands, if any; `HFTokenizer.digest` has them
+    class_name = "FileTokenizer"
+    add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
 
     def __init__(
         self,
@@ -49,12 +54,22 @@ class FileTokenizer:
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         template = folder / TEMPLATE
         tokens = {role: settings[role] for role in ROLES if settings.get(role) is not None}
-        return cls(
+        tokenizer = cls(
             Tokenizer.from_file(str(folder / TOKENIZER)),
             {role: token["content"] if isinstance(token, dict) else token for role, token in tokens.items()},
             template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template"),
             settings.get("infill_names", ()),
         )
+        vars(tokenizer).update(settings.get("stands_for", {}))
+        return tokenizer
+
+    def standing_for(self, tokenizer: Any) -> FileTokenizer:
+        """Itself, in place of this tokenizer of transformers."""
+        self.class_name = type(tokenizer).__name__
+        self.add_bos_token, self.add_eos_token = (
+            getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token")
+        )
+        return self
 
     def save(self, folder: Path) -> None:
         """Write the files that `read` and transformers read."""
@@ -63,6 +78,7 @@ class FileTokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask"],
             "infill_names": self.infill_names,
+            "stands_for": {name: value for name, value in vars(self).items() if name in IDENTITY},
             **self.special_tokens_map,
         }
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")

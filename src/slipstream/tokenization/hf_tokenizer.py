@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
+from tokenizers import Tokenizer
 
 from slipstream.errors import UsageError, did_you_mean, one_line
 from slipstream.tokenization import answer_form_choice
@@ -23,6 +24,8 @@ from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm, check_text
 
 log = logging.getLogger("slipstream")
 
+# of transformers' class that `FileTokenizer` has, too
+METHODS = ("__call__", "_encode_plus", "decode", "_decode", "get_vocab", "get_chat_template", "apply_chat_template")
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that callers cannot set
 
 
@@ -68,9 +71,13 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, spaces left alone."""
+        return self._decoded(ids, skip_special_tokens=True)
+
+    def _decoded(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self._backend_decodes:
-            return str(self.inner.backend_tokenizer.decode(ids, skip_special_tokens=True))
-        return str(self.inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return str(self.inner.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self.inner.decode(ids, **options))
 
     def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
         """Token ids of a conversation, by default with the opening of the answer."""
@@ -168,7 +175,7 @@ class HFTokenizer:
             sorted(self.vocabulary().items()) if backend is None else backend.to_str().partition('"added_tokens"')[2]
         )
         parts = (
-            type(self.inner).__name__,
+            getattr(self.inner, "class_name", type(self.inner).__name__),
             rules,
             [self.inner.chat_template] if self.inner.chat_template else [],
             getattr(self.inner, "response_template", None),
@@ -231,7 +238,7 @@ class HFTokenizer:
         if not self._mark_ids:
             return self.decode(ids)
         shown = [token for token in ids if token not in self._hidden_ids]
-        return str(self.inner.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._decoded(shown, skip_special_tokens=False)
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self.inner.get_vocab())
@@ -289,6 +296,31 @@ def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
     attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
     texts = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
     return frozenset(meta.find_undeclared_variables(parsed)) - environment.globals.keys(), frozenset(attributes | texts)
+
+
+def as_file_tokenizer(tokenizer: HFTokenizer) -> FileTokenizer | None:
+    """A tokenizer that needs no transformers and gives the same ids and texts; None if the class does more."""
+    inner = tokenizer.inner
+    if isinstance(inner, FileTokenizer):
+        return inner
+    from transformers import PreTrainedTokenizerFast as Fast  # takes seconds
+
+    kind, template = type(inner), inner.chat_template
+    is_usual = issubclass(kind, Fast) and all(getattr(kind, name) is getattr(Fast, name) for name in METHODS)
+    if not is_usual or inner.split_special_tokens or not isinstance(template, str | None):
+        return None
+    try:
+        backend = Tokenizer.from_str(inner.backend_tokenizer.to_str())
+    except Exception as error:
+        if type(error) is not Exception:  # the tokenizers package raises bare Exceptions
+            raise
+        return None  # parts of it are written in Python
+    backend.no_truncation()
+    backend.no_padding()
+    copy = FileTokenizer(backend, inner.special_tokens_map, template).standing_for(inner)
+    wrapped = HFTokenizer(copy)
+    is_same = wrapped.digest() == tokenizer.digest() and wrapped.special_ids() == tokenizer.special_ids()
+    return copy if is_same else None
 
 
 def _backend_alone_decodes(kind: Any) -> bool:

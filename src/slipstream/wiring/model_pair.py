@@ -402,7 +402,7 @@ def _brought_mtp(target: Loaded, config: DecoderConfig) -> Loaded | None:
         return None
     if not isinstance(target.backend, HiddenStates) or is_gguf(target.source):
         return None
-    from slipstream.models.heads.mtp import brings_mtp, load_mtp  # transformers takes seconds to import
+    from slipstream.models.heads.mtp import brings_mtp, load_mtp
 
     options = load_options_of(config).with_draft_dtype(config.draft_dtype)
     if not brings_mtp(target, options):
@@ -481,7 +481,7 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
     from slipstream.models.heads.head_files import EMBEDDED_NAME, head_files
 
     if (files := head_files(draft, options)) is not None:
-        from slipstream.models.heads.load import load_head  # imports transformers, for seconds
+        from slipstream.models.heads.load import load_head
 
         _refuse_settings_of_models(config, f"the draft head {files.source!r}")
         head = load_head(files, target, options)

@@ -1,4 +1,4 @@
-"""`slipstream generate` with a GGUF file starts without the libraries that take seconds to import."""
+"""`slipstream generate` starts GGUF files and known checkpoints without libraries that take seconds to import."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.gguf_architectures import CASES, architecture, write_case
+from tests.support.gguf_architectures import CASES, architecture, model_of, write_case
 from tests.support.gguf_files import write_chat_model
 from tests.support.markers import mostly_exhaustive, needs_avx2
+from tests.support.tiny_models import byte_tokenizer
 
 pytest.importorskip("gguf")
 pytestmark = needs_avx2
@@ -53,3 +56,21 @@ def test_a_draft_needs_no_transformers(tmp_path: Path) -> None:
     )
     text, outcome = generate("-m", target, "--draft", draft, "--temperature", "0.8")
     assert outcome == [0, []] and text.strip()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_needs_transformers_only_once(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seed in (("target", 0), ("draft", 1)):
+        settings = {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 2}
+        model = model_of(replace(CASES["qwen3"], settings=CASES["qwen3"].settings | settings).config(), seed)
+        model.to(torch.bfloat16).save_pretrained(tmp_path / name)
+        byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}").save_pretrained(tmp_path / name)
+    command = ("-m", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--temperature", "0.8")
+    (text, outcome), *later = (generate(*command) for _ in range(3))
+    assert outcome[0] == 0 and "transformers" in outcome[1] and text.rstrip("\n")
+    assert later == [(text, [0, []])] * 2
+    file = tmp_path / "target" / "generation_config.json"
+    file.write_text(file.read_text())  # a file that changes is read anew
+    assert "transformers" in generate(*command)[1][1]

@@ -120,7 +120,7 @@ def test_the_times_of_a_draft_model_are_kept_by_its_precision(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_target_of_the_same_folder_keeps_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.models.pretrained.SMALLEST", 0)
+    monkeypatch.setattr("slipstream.models.layer_replacement.SMALLEST", 0)
     shared("llama").save_pretrained(tmp_path)
     decoder = SpeculativeDecoder(str(tmp_path), str(tmp_path), reproducible=False)
     assert decoder.draft is not None
@@ -133,8 +133,8 @@ def test_a_target_of_the_same_folder_keeps_its_weights(tmp_path: Path, monkeypat
 def test_without_kernels_auto_packs_and_an_explicit_type_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.models.pretrained.SMALLEST", 0)
-    monkeypatch.setattr("slipstream.models.pretrained.kernels", lambda: None)
+    monkeypatch.setattr("slipstream.models.layer_replacement.SMALLEST", 0)
+    monkeypatch.setattr("slipstream.models.layer_replacement.kernels", lambda: None)
     shared("llama").save_pretrained(tmp_path)
     loaded = load(str(tmp_path), LoadOptions(quantize="auto"))
     kinds = {type(module) for module in loaded.model.modules()}

@@ -112,7 +112,7 @@ def test_joined_weights_are_the_models_own() -> None:
 def test_a_decoder_computes_by_kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         monkeypatch.setattr(pretrained, "_is_captured", lambda model, fast: fast is not False)
-        monkeypatch.setattr(pretrained, "_packed", lambda model, fast: None)
+        monkeypatch.setattr(pretrained, "packing", lambda model, fast: None)
     target, draft = (fresh("qwen2", seed, **SIZES).to(DEVICE) for seed in (0, 1))
     params, text = (
         [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=0.8, seed=3)],

@@ -92,7 +92,7 @@ def test_a_trial_is_repeated_when_anything_it_depends_on_changes(
     elif change == "switch":
         monkeypatch.setenv("SLIPSTREAM_KERNELS", "off")
     elif change == "code":
-        monkeypatch.setattr("slipstream.models.hf.trials._digest_of_code", lambda: "another")
+        monkeypatch.setattr("slipstream.models.hf.trials.code_digest", lambda: "another")
     else:
         for file in (tmp_path / "cache" / "trials").iterdir():
             damaged = {"damage": file.read_text()[:9], "depth": "[" * 100_000}

@@ -127,6 +127,7 @@ def planned_model(settings: Mapping[str, Any]) -> PlannedModel | None:
 class PlannedModel(nn.Module):
     """A decoder of one of the types `PLANNED`, on the device "meta" until its tensors are filled in."""
 
+    generation_config: Any = None  # the settings of its checkpoint
     drops_cache = True  # if its rotations depend on the length of the text, as only those of Phi 3 do
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -184,6 +185,9 @@ class PlannedModel(nn.Module):
     def get_output_embeddings(self) -> Any:
         """The layer that gives the logits."""
         return self.lm_head
+
+    def set_input_embeddings(self, embedding: nn.Module) -> None:
+        self.model.embed_tokens = embedding
 
     def set_output_embeddings(self, head: nn.Module) -> None:
         self.lm_head = head
@@ -274,8 +278,12 @@ class PlannedNorm(nn.Module):
         """Normalize x [..., size] over its last dimension."""
         if self._plan.is_centered:
             return layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return normed if self.weight is None else normed * (self._plan.offset + self.weight)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.weight is None:
+            return normed.to(x.dtype)
+        factors = self._plan.offset + self.weight.float()
+        return ((normed.to(x.dtype) if self._plan.rounds_first else normed) * factors).to(x.dtype)
 
 
 class GatedNorm(nn.Module):

@@ -9,10 +9,10 @@ computed at the position of the newest token, and none is cached, so there is no
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from slipstream.core.limits import MAX_DRAFT_TOKENS
@@ -158,7 +158,7 @@ def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> As
     if modes is None:
         raise UsageError(
             f"draft {files.source!r} is an assistant of Gemma 4, which reads its target's keys and values; target "
-            f"{target.name!r} is {type(backend.model).__name__} of transformers {transformers.__version__}; allowed: a "
+            f"{target.name!r} is {type(backend.model).__name__} of transformers {version('transformers')}; allowed: a "
             "Gemma 4 model of transformers 5.24 or later"
         )
     dtype, device = backend.model.dtype, backend.device

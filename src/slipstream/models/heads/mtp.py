@@ -28,7 +28,6 @@ from slipstream.models.decoder.planned_model import PlannedModel
 from slipstream.models.heads.features import FeatureReader, model_for
 from slipstream.models.heads.head_files import HeadFiles
 from slipstream.models.heads.head_tensors import converter, refuse_draft_dtype
-from slipstream.models.hf.interfaces import ModelCache
 from slipstream.models.loaded import MTP, Loaded, LoadOptions
 from slipstream.models.weights.model_files import is_gguf
 from slipstream.models.weights.mtp_tensors import LayerTensors, mtp_layers, of_another_form
@@ -53,6 +52,8 @@ class MtpLayer:
         """
         self.decoder, self.token_norm, self.hidden_norm, self.project = decoder, token_norm, hidden_norm, project
         self.hidden_first = hidden_first
+        from slipstream.models.hf.interfaces import ModelCache  # imports transformers
+
         self.cache = ModelCache(1)
         self.cache.hidden[RETURNED] = SlotLayer()
         self.cache.attended_unit = 1

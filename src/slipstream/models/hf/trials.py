@@ -242,12 +242,12 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, la
     layer_kind: the type of its layers' replacements. Nothing is saved for models with third-party code, or loaded with
     the caller's own arguments.
     """
-    files = _files(source) or _files(folder)
+    files = identity_of_files(source) or identity_of_files(folder)
     is_adapter = (expanded(source) / "adapter_config.json").is_file()  # its base model's files are not identified
     is_known = type(model).__module__.startswith(("transformers.models.", "slipstream.models."))
     if files is None or is_adapter or options.extra or not is_known:
         return PassedTrials()
-    versions = f"torch {torch.__version__} transformers {version('transformers')} slipstream {_digest_of_code()}"
+    versions = f"torch {torch.__version__} transformers {version('transformers')} slipstream {code_digest()}"
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
     machine = f"{platform.machine()} {processor().model_name} threads {torch.get_num_threads()} {device}"
     switches = {name: value for name, value in sorted(os.environ.items()) if name.startswith("SLIPSTREAM_")}
@@ -255,7 +255,7 @@ def passed_trials(source: str, folder: str, model: Any, options: LoadOptions, la
     return PassedTrials(f"{machine} {versions} {what} {model.config.to_json_string()} {files}")
 
 
-def _files(source: str) -> str | None:
+def identity_of_files(source: str) -> str | None:
     """The identities of the files from which a model was read; None if `source` is neither a file nor a folder."""
     path = expanded(source)
     if path.is_file():
@@ -281,7 +281,7 @@ def _identity(file: Path) -> str:
 
 
 @cache
-def _digest_of_code() -> str:
+def code_digest() -> str:
     """A digest of all code that loads and computes; the version number does not change during development."""
     folder = Path(slipstream.models.__path__[0])
     files = sorted(file for kind in ("*.py", "*.c", "*.h") for file in folder.rglob(kind))

@@ -34,7 +34,10 @@ MAX_HEADER = 100_000_000  # bytes, the safetensors package's limit
 
 def file_of(source: str, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
     """A file of a local folder or a hub id; None if it has none. options: see `LoadOptions.files`."""
-    from transformers.utils import cached_file
+    if (folder := Path(source)).is_dir():
+        file = folder / options.get("subfolder", "") / name
+        return file if file.is_file() else None
+    from transformers.utils import cached_file  # takes seconds
 
     path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **located(options))
     return None if path is None else Path(path)
@@ -113,7 +116,7 @@ class CheckpointFiles:
             raise self.wrong(name, f"is {list(self.shapes[name])}", f"{list(shape)}, by config.json")
         self.used.add(name)
         if not self.shapes[name]:
-            tensor = self._whole(name)
+            tensor = self.whole(name)
         else:
             tensor = self._files[name].get_slice(self._places[name][0])[first : min(last, self.shapes[name][0])]
         if tensor.dtype not in dtypes:
@@ -129,7 +132,8 @@ class CheckpointFiles:
         _, file, start = self._places[name]
         return TensorEntry(name, BY_NAME[self.kinds[name]].number, shape, start, file)
 
-    def _whole(self, name: str, file: Any = None) -> Tensor:
+    def whole(self, name: str, file: Any = None) -> Tensor:
+        """A tensor that is there, unchecked. file: another of the model's files."""
         tensor: Tensor = (file or self._files[name]).get_tensor(self._places[name][0])
         return tensor
 
@@ -138,21 +142,26 @@ class CheckpointFiles:
         unused = self.shapes.keys() - self.used
         refuse_unused(self.source, (name for name in unused if not self._is_zero_bias(name)), ignored)
 
+    @property
+    def has_copies(self) -> bool:
+        """True if a tensor is in several files."""
+        return bool(self._copies)
+
     def check_copies(self) -> None:
         """Refuse tensors that differ between two files: transformers reads the wrong one."""
         for name, file in self._copies:
-            if not torch.equal(self._whole(name, file), self._whole(name)):
+            if not torch.equal(self.whole(name, file), self.whole(name)):
                 raise self.wrong(
                     name, "is in two files, with different numbers", f"only in the file that {INDEX} names"
                 )
 
     def are_equal(self, names: Sequence[str]) -> bool:
         """True if all these tensors hold the same numbers."""
-        first, *others = map(self._whole, names)
+        first, *others = map(self.whole, names)
         return all(torch.equal(first, other) for other in others)
 
     def _is_zero_bias(self, name: str) -> bool:
-        return name.endswith(".bias") and not bool(self._whole(name).any())
+        return name.endswith(".bias") and not bool(self.whole(name).any())
 
     def wrong(self, name: str, problem: str, allowed: str) -> SlipstreamError:
         return SlipstreamError(f"model {self.source!r}: tensor {name!r} {problem}; allowed: {allowed}")
