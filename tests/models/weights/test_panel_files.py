@@ -203,6 +203,18 @@ def test_another_file_with_the_same_header_has_panels_of_its_own(
     assert len(packed_files()) == 2 and first in packed_files()
 
 
+def test_panels_that_something_has_changed_are_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "large.gguf")
+    make_large(monkeypatch, file)
+    before, _ = run(file)
+    (panels,) = packed_files()
+    with panels.open("r+b") as stream:
+        stream.seek(200)
+        stream.write(b"changed")
+    assert torch.equal(run(file)[0], before)
+    assert b"changed" not in panels.read_bytes()
+
+
 def test_panels_of_other_kernels_and_interrupted_ones_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

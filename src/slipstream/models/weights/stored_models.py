@@ -106,7 +106,7 @@ def _packed() -> list[StoredModel]:
     models = []
     for file in panels_folder().glob(f"*{PANELS}"):
         status = file.stat()
-        models.append(StoredModel(file.name, status.st_size, status.st_mtime, "", file, "packed", file.unlink))
+        models.append(StoredModel(file.name, status.st_size, status.st_ctime, "", file, "packed", file.unlink))
     return models
 
 
