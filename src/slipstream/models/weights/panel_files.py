@@ -87,7 +87,7 @@ def mapped_panels(header: GGUFHeader, entries: Sequence[TensorEntry], library: A
 
 
 def _is_whole(file: Path, size: int) -> bool:
-    """Whether a file has its size, and the time that it was given when it was written: it has not been changed since."""
+    """Whether a file has its size, and the time it was given when it was written: nothing has changed it since."""
     if not file.is_file():
         return False
     status = file.stat()
