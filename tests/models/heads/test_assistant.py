@@ -374,13 +374,14 @@ def test_assistants_are_recognized_by_their_configuration() -> None:
     assert kind == "assistant" and ENGINE_NAMES[kind] == ("mtp", "FROZEN_KV_MTP", "draft-mtp")
 
 
-def test_a_target_of_another_kind_is_refused_in_one_line() -> None:
-    head = str(written("large").assistant)
-    with pytest.raises(
-        SlipstreamError, match=r"is LlamaForCausalLM of transformers 5.*; allowed: a Gemma 4 model of"
-    ) as raised:
-        SpeculativeDecoder(fresh("llama"), head, drafter="model")
-    assert "\n" not in str(raised.value)
+def test_a_target_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> None:
+    head, file = str(written("large").assistant), tmp_path / "model.gguf"
+    write_case(file, "llama", CASES["llama"], "Q8_0")
+    for target in (fresh("llama"), str(file)):
+        message = r"has type 'llama' of transformers 5.*; allowed: a Gemma 4 model of"
+        with pytest.raises(SlipstreamError, match=message) as raised:
+            SpeculativeDecoder(target, head, drafter="model")
+        assert "\n" not in str(raised.value)
     with pytest.raises(SlipstreamError, match="'toy', whose hidden states cannot be read"):
         SpeculativeDecoder("toy", head, drafter="model")
     with pytest.raises(SlipstreamError, match=r"draft_dtype='float16', .* has its target's type; allowed: 'float32', "):

@@ -154,11 +154,11 @@ class AssistantBackend(FeatureReader):
 def load_assistant(files: HeadFiles, target: Loaded, options: LoadOptions) -> AssistantBackend:
     """An assistant for a target. options: the draft's."""
     backend: Any = target.backend
-    modes = getattr(backend.model.config.get_text_config(), "kv_sharing_modes", None)
-    if modes is None:
+    config = backend.model.config
+    if getattr(config.get_text_config(), "kv_sharing_modes", None) is None:
         raise UsageError(
             f"draft {files.source!r} is an assistant of Gemma 4, which reads its target's keys and values; target "
-            f"{target.name!r} is {type(backend.model).__name__} of transformers {version('transformers')}; allowed: a "
+            f"{target.name!r} has type {config.model_type!r} of transformers {version('transformers')}; allowed: a "
             "Gemma 4 model of transformers 5.24 or later"
         )
     dtype, device = backend.model.dtype, backend.device

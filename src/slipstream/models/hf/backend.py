@@ -174,8 +174,8 @@ class HFBackend:
     def layer_subset(self, layers: Sequence[int]) -> HFBackend:
         if self.cache.states is not None:
             raise UsageError(
-                f"drafter='layer_skip': {type(self.model).__name__} has recurrent layers, whose states a subset of the "
-                "layers cannot share; allowed: another drafter"
+                f"drafter='layer_skip': a model of type {self.model.config.model_type!r} has recurrent layers, whose "
+                "states a subset of the layers cannot share; allowed: another drafter"
             )
         return HFBackend(decoder_layers.make_layer_subset(self.model, self.num_layers, layers), self.cache)
 
