@@ -176,7 +176,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     real = not marks.isdisjoint(("models", "smollm2", "draft_times"))
     remembered = remembered_draft_times()  # cached before it is replaced below
     calibration.MOST_TURNS = MOST_TURNS if real else FEW_TURNS
-    calibration_cache.UNDISTURBED = 0.0  # what is measured beside other programs is not measured again
+    calibration_cache.UNDISTURBED = 0.0  # what is measured next to other programs is not measured again
     grammar_trial.WALL_SECONDS = PATIENCE  # trials are ended by their processor time, however busy the machine is
     is_trial_tested = real or "reproducibility" in item.path.parts
     shape_trials.LONGEST = MOST_POSITIONS if is_trial_tested else shape_trials.LENGTH

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError
-from slipstream.models import described_checkpoints
+from slipstream.models import described_checkpoints, pretrained
 from slipstream.models.decoder.planned_model import PLANNED, PlannedModel
 from slipstream.models.described_checkpoints import load_described
 from slipstream.models.generation_settings import ModelSettings
@@ -168,6 +168,23 @@ def test_a_changed_file_is_described_again(file: str, tmp_path: Path) -> None:
     assert both(source, LoadOptions())[1] is not None
 
 
+def test_files_that_change_while_they_are_loaded_are_not_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    description_of = pretrained.description_of
+
+    def later(*arguments: Any) -> Any:
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
+        return description_of(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pretrained, "description_of", later)
+        assert both(source, LoadOptions())[1] is None
+    assert both(source, LoadOptions())[1] is not None
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -213,7 +230,7 @@ def test_an_adapter_in_the_folder_goes_through_transformers(tmp_path: Path) -> N
     source = write(tmp_path / "model")
     (tmp_path / "model" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": source}))
     options = LoadOptions()
-    assert described_checkpoints._identity(source, source, options) is None
+    assert described_checkpoints.checkpoint_identity(source, options) is None
     assert load_described(source, options, None) is None
 
 

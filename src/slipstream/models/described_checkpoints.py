@@ -1,8 +1,8 @@
-"""Starts of checkpoints without transformers, which takes seconds to import.
+"""Loads checkpoints without transformers, which takes seconds to import.
 
-A start through transformers describes a checkpoint if the kernels compute the model by its plan, all layers in one
-call. The description is what transformers made of the settings and of the tokenizer. As long as no file changes, later
-starts read it, and the weights from the safetensors files, with the same bits; all else goes through transformers.
+When transformers loads a checkpoint whose layers the kernels compute in one call, its settings and tokenizer, as
+transformers made them, are saved as a description. As long as no file changes, later starts read the description, and
+the weights from the safetensors files, and give the same bits. All else goes through transformers.
 """
 
 from __future__ import annotations
@@ -69,14 +69,12 @@ def load_described(source: str, options: LoadOptions, tokenizer: Any) -> Loaded 
 
     tokenizer: the caller's, if any.
     """
-    if is_gguf(source) or not _are_usual(options):
-        return None
-    folder = place_of(source)
-    identity = _identity(source, folder, options)
+    identity = checkpoint_identity(source, options)
     described = None if identity is None else read_measured("checkpoints", identity, lambda saved: Description(**saved))
     model = None if described is None else planned_model(described.settings)
     if described is None or model is None:
         return None
+    folder = place_of(source)
     wrapped, place = None if tokenizer is None else HFTokenizer(tokenizer), _tokenizer_folder(folder)
     if wrapped is None and described.has_tokenizer:
         if not is_converted(place):
@@ -105,10 +103,9 @@ def load_described(source: str, options: LoadOptions, tokenizer: Any) -> Loaded 
     return Loaded(backend, source, ends, wrapped, model, True, name, head, arithmetic, source)
 
 
-def description_of(source: str, folder: str, model: Any, options: LoadOptions) -> Description | None:
+def description_of(source: str, folder: str, model: Any) -> Description | None:
     """The description of a model that transformers has just loaded; None if the model is more than its plan says."""
-    is_planned = PLANNED.get(model.config.model_type) == type(model).__name__
-    if not is_planned or _identity(source, folder, options) is None:
+    if PLANNED.get(model.config.model_type) != type(model).__name__:
         return None
     try:
         return _described(CheckpointFiles(source, folder), model)
@@ -135,11 +132,14 @@ def _described(files: CheckpointFiles, model: Any) -> Description | None:
     return Description(settings, generation, dtype_name(model.dtype), is_tied) if is_same else None
 
 
-def describe(description: Description, folder: str, options: LoadOptions, loaded: Loaded) -> None:
-    """Save a description for later starts, if the kernels compute the model in one call."""
-    identity, backend = _identity(loaded.source, folder, options), loaded.backend
+def describe(description: Description, identity: str, folder: str, options: LoadOptions, loaded: Loaded) -> None:
+    """Save a description for later starts, if the kernels compute the model in one call.
+
+    identity: the checkpoint's before it was loaded; if it has changed since, the description may be of older files.
+    """
+    backend = loaded.backend
     in_one_call = isinstance(backend, HFBackend) and backend.stack is not None and loaded.vision == READS_TEXT
-    if identity is None or not in_one_call:
+    if not in_one_call or checkpoint_identity(loaded.source, options) != identity:
         return
     with suppress(OSError, SlipstreamError):  # if it cannot be saved, the next start imports transformers again
         if isinstance(loaded.tokenizer, HFTokenizer):
@@ -158,16 +158,19 @@ def _are_usual(options: LoadOptions) -> bool:
     return on_processor and not options.extra and options.rounding == "none" and options.activations == "auto"
 
 
-def _identity(source: str, folder: str, options: LoadOptions) -> str | None:
-    """All that a description depends on; None for adapters, files outside a folder, and options of transformers."""
+def checkpoint_identity(source: str, options: LoadOptions) -> str | None:
+    """All that a description depends on; None for GGUF files, adapters, hub ids, and options of transformers."""
+    if is_gguf(source) or not _are_usual(options):
+        return None
+    folder = place_of(source)
     is_adapter = any((place / ADAPTER).is_file() for place in (expanded(source), Path(folder)))
-    files = identity_of_files(folder) if _are_usual(options) and not is_adapter else None
-    versions = f"transformers {version('transformers')} slipstream {code_digest()}"
+    files = None if is_adapter else identity_of_files(folder)
+    versions = f"torch {torch.__version__} transformers {version('transformers')} slipstream {code_digest()}"
     return files and f"{versions} {options.dtype} {options.quantize} {options.fast} {files}"
 
 
 def _tokenizer_folder(folder: str) -> Path:
-    """The folder of a checkpoint's tokenizer, whether it has been saved or not."""
+    """The folder of a checkpoint's saved tokenizer, which may be missing."""
     if is_converted(Path(folder)):
         return Path(folder)
     versions = f"transformers {version('transformers')} tokenizers {version('tokenizers')}"

@@ -22,7 +22,7 @@ from slipstream.models.cuda.graph_backend import GraphedBackend, use_kernels
 from slipstream.models.cuda.graph_store import why_not_captured
 from slipstream.models.cuda.indexed_cache import WIDTHS
 from slipstream.models.decoder.recurrent_mixers import recurrent_layers
-from slipstream.models.described_checkpoints import describe, description_of
+from slipstream.models.described_checkpoints import checkpoint_identity, describe, description_of
 from slipstream.models.draft_vocabulary import Restriction
 from slipstream.models.generation_settings import end_ids
 from slipstream.models.hf.backend import HFBackend
@@ -165,10 +165,10 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized
 
     if PLAN in options.extra:
         return _load_parallel(source, options, tokenizer)
+    identity = checkpoint_identity(source, options) if quantized is None and tokenizer is None else None
     folder, model = load_model(source, options) if quantized is None else (quantized.folder, quantized.model)
     _declare_sizes(model)
-    describes = quantized is None and tokenizer is None
-    description = description_of(source, folder, model, options) if describes else None
+    description = None if identity is None else description_of(source, folder, model)
     in_blocks = quantized is not None and quantized.in_blocks
     if model.device.type == "cpu":
         separate_threads()
@@ -191,8 +191,8 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantized
     if not isinstance(vision, str) and wrapped is not None and not wrapped.has_chat_template:
         wrapped.inner.chat_template = vision.chat_template()
     loaded = replace(loaded, source=source, rounding=options.rounding, vision=vision)
-    if description is not None:
-        describe(description, folder, options, loaded)
+    if identity is not None and description is not None:
+        describe(description, identity, folder, options, loaded)
     return loaded
 
 

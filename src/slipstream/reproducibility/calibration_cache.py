@@ -109,9 +109,8 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
 
     def measure() -> Calibration:
         columns = TaskProgressColumn(), TimeLeft()
-        with progress_bar(
-            description, f"{description} ...", *columns, total=None
-        ) as bar:  # moves before the first report
+        # without a total the bar moves before the first report
+        with progress_bar(description, f"{description} ...", *columns, total=None) as bar:
             task = bar.task_ids[0]
             return calibrate(loaded.backend, max_batch_size, lambda share: bar.update(task, total=1.0, completed=share))
 
@@ -134,9 +133,9 @@ def _timed_once(
     parse: Callable[[dict[str, Any]], Timed],
     worth_saving: Callable[[Timed], bool] = lambda found: True,
 ) -> Timed:
-    """What was saved under this identity, or is measured now and saved.
+    """Return what is saved under this identity, or measure and save it.
 
-    If other programs wanted the processor while it was measured, it is measured again at a start when they do not.
+    What was measured next to other programs is measured again, once, at a start when the processors are free.
     """
     saved = read_measured(FOLDER, identity, lambda values: (parse(values["found"]), float(values["share"])))
     if saved is not None:
@@ -146,7 +145,8 @@ def _timed_once(
         announce(f"{loaded.name!r} was measured while other programs were running: measuring it again ...")
     clock = ProcessorShare()
     found = measure()
-    share = clock.share if loaded.backend.device.type == "cpu" else 1.0
+    # not a third time: a slow disk also keeps this thread waiting, at every start
+    share = clock.share if saved is None and loaded.backend.device.type == "cpu" else 1.0
     if worth_saving(found):
         _save(identity, {"found": asdict(found), "share": share})
     return found

@@ -30,9 +30,8 @@ FEWEST_TURNS, FEWEST_RAGGED_TURNS, MOST_TURNS = 3, 2, 16
 FEW, FEW_RAGGED, FEWEST_OF_FEW = 16, 32, 6
 EXPERTS_TIMED = (2, 4, 8)  # tokens of forwards that read few experts or many
 SECONDS = 1.5  # after this time a shape gets no more than its fewest turns
-UNDISTURBED = (
-    0.85  # share of the processors' time: 0.94 and more if nothing else runs, 0.4 to 0.76 beside a busy program
-)
+# share of the processors' time: 0.94 and more if nothing else runs, 0.4 to 0.76 next to a busy program
+UNDISTURBED = 0.85
 TEXT, SHORT = 64, 8  # tokens of a prompt whose reading is timed, and of prompts for which only drafting is timed
 STEPS, TURNS = 6, 2  # steps of a draft; how often a single row's draft is timed: the first time includes other work
 
@@ -52,7 +51,7 @@ class Fastest(Generic[Shape]):
 
 
 class ProcessorShare:
-    """How much of the time since it was made this thread has run on a processor: less than 1 if others wanted it."""
+    """The share of the time since its creation in which this thread ran: less than 1 if others used its processor."""
 
     def __init__(self) -> None:
         self._began, self._used = perf_counter(), thread_time()
@@ -64,7 +63,7 @@ class ProcessorShare:
 
 
 def processors_are_free() -> bool:
-    """Whether PyTorch's threads get all the time of their processors: computes for a tenth of a second."""
+    """True if PyTorch's threads, computing for a tenth of a second, get nearly all of their processors' time."""
     numbers = torch.ones(1 << 20)
     began, used = perf_counter(), process_time()
     while (elapsed := perf_counter() - began) < 0.1:

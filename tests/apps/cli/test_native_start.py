@@ -72,5 +72,5 @@ def test_a_checkpoint_needs_transformers_only_once(
     assert outcome[0] == 0 and "transformers" in outcome[1] and text.rstrip("\n")
     assert later == [(text, [0, []])] * 2
     file = tmp_path / "target" / "generation_config.json"
-    file.write_text(file.read_text())  # a file that changes is read anew
+    file.write_text(file.read_text())  # a file that changes is read again
     assert "transformers" in generate(*command)[1][1]

@@ -111,7 +111,7 @@ def load_decoder(models: Models, config: DecoderConfig, *, is_announced: bool = 
 
 @contextmanager
 def interrupted_at_once() -> Iterator[None]:
-    """Ctrl-C inside ends the process without an exception, at which PyTorch's import aborts with a core dump."""
+    """Let Ctrl-C end the process at once: an exception in PyTorch's import would abort it with a core dump."""
 
     def end(*_: object) -> None:
         with suppress(OSError):

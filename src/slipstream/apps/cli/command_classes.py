@@ -161,8 +161,8 @@ class Group(_Checked, TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command; a misspelled variable of the environment is a `UsageError`."""
         if ctx.parent is None:
-            if (audit := os.environ.get(f"{PREFIX}DEBUG", "")) not in ("", "0", "1"):
-                raise UsageError(f"{PREFIX}DEBUG={audit!r}; allowed: '1' or '0'")
+            if (value := os.environ.get(f"{PREFIX}DEBUG", "")) not in ("", "0", "1"):
+                raise UsageError(f"{PREFIX}DEBUG={value!r}; allowed: '1' or '0'")
             _check_environment(_variables(self) | {f"{PREFIX}{name}" for name in VARIABLES})
         return super().invoke(ctx)
 

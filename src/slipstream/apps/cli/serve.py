@@ -112,9 +112,9 @@ def serve_command(
 
 @contextmanager
 def _reloads_ignored() -> Iterator[None]:
-    """SIGHUP, by which a service manager asks for a reload, ends nothing before the server has read its key file.
+    """Ignore SIGHUP, a service manager's request to reload, until the server handles it.
 
-    A terminal sends it, too, when it is closed; then it ends the command.
+    On a terminal it still ends the command: it then means that the terminal was closed.
     """
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
     if hangup is None or signal.getsignal(hangup) != signal.SIG_DFL or sys.stderr.isatty():

@@ -43,7 +43,7 @@ ANTHROPIC_TYPES = {
 }
 NO_THREADS = "thread_unsupported_request"  # Anthropic's code, at which its clients send all messages instead
 MESSAGES, OLLAMA = "/v1/messages", "/api/"  # the beginnings of the paths with error objects of their own
-# a field of chat completions, and its name in the API whose request became one
+# patterns of fields of chat completions, and their names in the APIs whose requests are converted to these
 FUNCTION = {r"((?:tools\.\d+|tool_choice)\.)function\.": r"\1"}
 NAMES = {
     MESSAGES: {

@@ -255,9 +255,9 @@ class RowMaker:
         return cls(decoder, limits, reading, grammars, settings.greedy)
 
     def _too_long(self, message: str, param: str, prompt_tokens: int) -> ApiError:
-        """The refusal of what exceeds the context, with the server's option with which it fits if the model takes it.
+        """The refusal of a request that exceeds the context; names the server option that would allow it, if any.
 
-        prompt_tokens: of a prompt that is too long by itself, else 0.
+        prompt_tokens: the length of a prompt that is too long by itself, else 0.
         """
         window, context = self.limits.window, self.decoder.target.backend.max_length
         return ApiError(

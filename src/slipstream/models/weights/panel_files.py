@@ -87,16 +87,16 @@ def mapped_panels(header: GGUFHeader, entries: Sequence[TensorEntry], library: A
 
 
 def _is_whole(file: Path, size: int) -> bool:
-    """Whether a file has its size, and the time it was given when it was written: nothing has changed it since."""
+    """True if a file has this size and the time that `_write` gave it, so that nothing has changed it since."""
     if not file.is_file():
         return False
     status = file.stat()
-    return (status.st_size, int(status.st_mtime)) == (size, _time_of(file))
+    return (status.st_size, int(status.st_mtime)) == (size, _mark_of(file))
 
 
-def _time_of(file: Path) -> int:
-    """A time, in seconds, from the file's name."""
-    return zlib.crc32(file.name.encode()) // 4  # by 2004: no file is written then
+def _mark_of(file: Path) -> int:
+    """The modification time of a complete file, in seconds: made from its name."""
+    return zlib.crc32(file.name.encode()) // 4  # before 2004, which no later change is
 
 
 def _identity(header: GGUFHeader, entries: Sequence[TensorEntry]) -> str:
@@ -171,7 +171,7 @@ def _write(file: Path, header: GGUFHeader, entries: Sequence[TensorEntry], libra
                             task.result()
                     finally:
                         threads.shutdown(cancel_futures=True)
-            os.utime(output.fileno(), times=(_time_of(file),) * 2)
+            os.utime(output.fileno(), times=(_mark_of(file),) * 2)
         finally:
             for source in sources.values():
                 source.close()

@@ -35,7 +35,7 @@ MAX_HEADER = 100_000_000  # bytes, the safetensors package's limit
 def file_of(source: str, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
     """A file of a local folder or a hub id; None if it has none. options: see `LoadOptions.files`."""
     if (folder := Path(source)).is_dir():
-        file = folder / options.get("subfolder", "") / name
+        file = folder / (options.get("subfolder") or "") / name
         return file if file.is_file() else None
     from transformers.utils import cached_file  # takes seconds
 

@@ -54,9 +54,9 @@ static inline floats load_cached(const uint16_t *from) { return load_bf16(from);
 static inline void to_cache(uint16_t *to, const uint16_t *head, int64_t size) { memcpy(to, head, size * sizeof *to); }
 #endif
 
-/* Asks memory for a line of 64 bytes, for the cache of this core: the products with 32 positions take about as long as
- * their successors take to arrive. The line may lie behind the last position. */
-static inline void ask_for_line(const uint16_t *from, int64_t number) { __builtin_prefetch(from + number * 32, 0, 2); }
+/* Prefetches a line of 64 bytes into the core's L2 cache: computing with 32 positions takes about as long as fetching the
+ * next 32. The line may lie past the last position. */
+static inline void prefetch_line(const uint16_t *from, int64_t number) { __builtin_prefetch(from + number * 32, 0, 2); }
 
 #if defined(__AVX512BF16__) && !NUMBERS_ARE_FLOATS
 #include "attention_pairs.h"

@@ -62,13 +62,13 @@ static void store_weights(struct query *q, floats left, floats right) {
     store_floats(q->weights, left), store_floats(q->weights + 16, right);
 }
 
-/* next: the keys behind those of the tile, as they are in the cache. */
+/* next: the cached keys after the tile's. */
 ALWAYS void score(const int count, const struct query *q, int64_t size, const struct tile *tile, const uint16_t *next,
                   floats sum[TOGETHER][2]) {
     #pragma GCC unroll 4
     for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = all_floats(0);
     for (int64_t n = 0; n < size; n++) {
-        ask_for_line(next, n);
+        prefetch_line(next, n);
         floats left = load_floats(tile->keys + n * KEYS), right = load_floats(tile->keys + n * KEYS + 16);
         #pragma GCC unroll 4
         for (int i = 0; i < count; i++) {
@@ -78,7 +78,7 @@ ALWAYS void score(const int count, const struct query *q, int64_t size, const st
     }
 }
 
-/* Adds the first `there` weighted values, 32 numbers of a head at a time. next: the values behind those of the tile. */
+/* Adds the first `there` weighted values, 32 numbers of a head at a time. next: the cached values after the tile's. */
 ALWAYS void gather_values(const int count, struct query *q, int64_t there, int64_t size, const struct tile *tile,
                           const uint16_t *next) {
     for (int64_t part = 0; part < size; part += 32) {
@@ -88,7 +88,7 @@ ALWAYS void gather_values(const int count, struct query *q, int64_t there, int64
             for (int j = 0; j < 2; j++) sum[i][j] = load_floats(q[i].out + part + j * 16);
         for (int64_t key = 0; key < there; key++) {
             const float *values = tile->values + key * size + part;
-            ask_for_line(next, part + key);
+            prefetch_line(next, part + key);
             floats left = load_floats(values), right = load_floats(values + 16);
             #pragma GCC unroll 4
             for (int i = 0; i < count; i++) {

@@ -91,13 +91,13 @@ static void store_weights(struct query *q, floats left, floats right) {
     store_bf16(q->weights, left), store_bf16(q->weights + 16, right);
 }
 
-/* next: the keys behind those of the tile, as they are in the cache. */
+/* next: the cached keys after the tile's. */
 ALWAYS void score(const int count, const struct query *q, int64_t size, const struct tile *tile, const uint16_t *next,
                   floats sum[TOGETHER][2]) {
     #pragma GCC unroll 4
     for (int i = 0; i < count; i++) sum[i][0] = sum[i][1] = all_floats(0);
     for (int64_t pair = 0; pair < size / 2; pair++) {
-        ask_for_line(next, pair * 2), ask_for_line(next, pair * 2 + 1);
+        prefetch_line(next, pair * 2), prefetch_line(next, pair * 2 + 1);
         __m512bh left = (__m512bh)_mm512_load_si512(tile->keys + pair * KEYS);
         __m512bh right = (__m512bh)_mm512_load_si512(tile->keys + pair * KEYS + 16);
         #pragma GCC unroll 4
@@ -118,7 +118,7 @@ ALWAYS void gather_part(const int count, const int vectors, struct query *q, int
         for (int j = 0; j < vectors; j++) sum[i][j] = _mm512_load_ps(q[i].out + part + j * 16);
     for (int64_t pair = 0; pair < KEYS / 2; pair++) {
         const uint16_t *from = tile->values + (pair * size + part) * 2;
-        for (int j = 0; j < vectors; j++) ask_for_line(next, part + pair * vectors + j);
+        for (int j = 0; j < vectors; j++) prefetch_line(next, part + pair * vectors + j);
         #pragma GCC unroll 4
         for (int i = 0; i < count; i++) {
             __m512bh own = pair_at(q[i].weights + pair * 2);
@@ -132,8 +132,8 @@ ALWAYS void gather_part(const int count, const int vectors, struct query *q, int
         for (int j = 0; j < vectors; j++) _mm512_store_ps(q[i].out + part + j * 16, sum[i][j]);
 }
 
-/* Adds 32 weighted values, 64 numbers of a head at a time, and at its end perhaps 32. next: the values behind those of
- * the tile. */
+/* Adds 32 weighted values, 64 numbers of a head at a time, and at its end perhaps 32. next: the cached values after the
+ * tile's. */
 ALWAYS void gather_values(const int count, struct query *q, int64_t there, int64_t size, const struct tile *tile,
                           const uint16_t *next) {
     (void)there;
