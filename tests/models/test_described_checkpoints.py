@@ -316,3 +316,36 @@ def test_descriptions_are_read_only_where_all_was_loaded(tmp_path: Path, own_cac
     source = write(tmp_path / "model")
     loaded: Loaded = load_pretrained(source, LoadOptions(), byte_tokenizer(TEMPLATE), None)
     assert loaded.tokenizer is not None and not (own_cache / "checkpoints").exists()
+
+
+def with_template(folder: Path, template: str) -> str:
+    """A model whose template is in its tokenizer's settings, where JSON may hold any text."""
+    source, settings = write(folder, vocab_size=260), folder / "tokenizer_config.json"
+    byte_tokenizer(None).save_pretrained(source)
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    return source
+
+
+@pytest.mark.parametrize("more", ["\r\n{# end #}\r", "\ud83d"], ids=["line ends", "half a character"])
+def test_templates_stay_as_they_are(more: str, tmp_path: Path) -> None:
+    own, planned = both(with_template(tmp_path / "model", TEMPLATE + more), LoadOptions())
+    assert planned.tokenizer.inner.chat_template == TEMPLATE + more
+    assert planned.tokenizer.digest() == own.tokenizer.digest()
+
+
+def test_further_templates_go_through_transformers(tmp_path: Path) -> None:
+    source, further = with_template(tmp_path / "model", TEMPLATE), tmp_path / "model" / "additional_chat_templates"
+    assert both(source, LoadOptions())[1] is not None
+    further.mkdir()
+    (further / "tool_use.jinja").write_text("{{ tools }}")
+    assert both(source, LoadOptions())[1] is None
+
+
+def test_a_damaged_tokenizer_in_the_cache_is_saved_again(tmp_path: Path, own_cache: Path) -> None:
+    source = with_template(tmp_path / "model", TEMPLATE)
+    own, planned = both(source, LoadOptions())
+    assert planned is not None
+    (file,) = own_cache.glob("tokenizers/*/tokenizer.json")
+    file.write_text("{")
+    assert load_described(source, LoadOptions(), None) is None
+    assert both(source, LoadOptions())[1].tokenizer.digest() == own.tokenizer.digest()

@@ -41,7 +41,7 @@ from slipstream.models.loaded import READS_TEXT, Loaded, LoadOptions
 from slipstream.models.planned_models import backend_of
 from slipstream.models.weights.adapters import ADAPTER
 from slipstream.models.weights.gguf_configuration import prepared
-from slipstream.models.weights.model_files import is_converted, is_gguf
+from slipstream.models.weights.model_files import CONVERSION, is_converted, is_gguf
 from slipstream.models.weights.resolve import place_of
 from slipstream.models.weights.safetensors_files import CheckpointFiles, dtype_name
 from slipstream.models.weights.tokenizer_loading import load_tokenizer
@@ -50,6 +50,7 @@ from slipstream.tokenization.hf_tokenizer import HFTokenizer, as_file_tokenizer
 
 OUTPUT = "lm_head.weight"
 KINDS = frozenset(("BF16", "F16", "F32"))
+TEMPLATES = "additional_chat_templates"  # transformers' folder of them
 POSITIONS = (0, 1, 5, 100, 4095, 8192, 32767, 131071)  # at which rotations are compared
 
 
@@ -79,7 +80,15 @@ def load_described(source: str, options: LoadOptions, tokenizer: Any) -> Loaded 
     if wrapped is None and described.has_tokenizer:
         if not is_converted(place):
             return None
-        wrapped = load_tokenizer(source, str(place))
+        try:
+            wrapped = load_tokenizer(source, str(place))
+        except SlipstreamError:
+            if place == Path(folder):
+                raise
+            with suppress(OSError):  # damaged in the cache; the next description saves it again
+                (place / CONVERSION).unlink(missing_ok=True)
+        if wrapped is None:
+            return None
     files = CheckpointFiles(source, folder)
     if not _fits(files, model, described.is_tied):
         return None
@@ -159,12 +168,16 @@ def _are_usual(options: LoadOptions) -> bool:
 
 
 def checkpoint_identity(source: str, options: LoadOptions) -> str | None:
-    """All that a description depends on; None for GGUF files, adapters, hub ids, and options of transformers."""
+    """All that a description depends on.
+
+    None for GGUF files, adapters, hub ids, options of transformers, and files outside the folder itself, such as several
+    chat templates.
+    """
     if is_gguf(source) or not _are_usual(options):
         return None
     folder = place_of(source)
-    is_adapter = any((place / ADAPTER).is_file() for place in (expanded(source), Path(folder)))
-    files = None if is_adapter else identity_of_files(folder)
+    more = (expanded(source) / ADAPTER, Path(folder) / ADAPTER, Path(folder) / TEMPLATES)
+    files = None if any(map(Path.exists, more)) else identity_of_files(folder)
     versions = f"torch {torch.__version__} transformers {version('transformers')} slipstream {code_digest()}"
     return files and f"{versions} {options.dtype} {options.quantize} {options.fast} {files}"
 

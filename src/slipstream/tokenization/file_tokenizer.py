@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from slipstream.tokenization.chat_template import rendered
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TEXT = ("utf-8", "surrogatepass")  # of templates, which keep their line ends; JSON may hold halves of characters
 IDENTITY = ("class_name", "add_bos_token", "add_eos_token")  # see `FileTokenizer.standing_for`
 ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -57,7 +58,7 @@ class FileTokenizer:
         tokenizer = cls(
             Tokenizer.from_file(str(folder / TOKENIZER)),
             {role: token["content"] if isinstance(token, dict) else token for role, token in tokens.items()},
-            template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template"),
+            template.read_bytes().decode(*TEXT) if template.is_file() else settings.get("chat_template"),
             settings.get("infill_names", ()),
         )
         vars(tokenizer).update(settings.get("stands_for", {}))
@@ -83,7 +84,7 @@ class FileTokenizer:
         }
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
         if self.chat_template is not None:
-            (folder / TEMPLATE).write_text(self.chat_template, encoding="utf-8", newline="")
+            (folder / TEMPLATE).write_bytes(self.chat_template.encode(*TEXT))
 
     def enclose(self, *, begins: bool, ends: bool) -> None:
         """Put the tokens of beginning and end around every text that is encoded, where they are known."""
