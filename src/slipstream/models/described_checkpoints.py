@@ -170,8 +170,8 @@ def _are_usual(options: LoadOptions) -> bool:
 def checkpoint_identity(source: str, options: LoadOptions) -> str | None:
     """All that a description depends on.
 
-    None for GGUF files, adapters, hub ids, options of transformers, and files outside the folder itself, such as several
-    chat templates.
+    None for GGUF files, adapters, hub ids, options of transformers, and files outside the folder itself, such as
+    several chat templates.
     """
     if is_gguf(source) or not _are_usual(options):
         return None
