@@ -68,9 +68,9 @@ def test_a_checkpoint_needs_transformers_only_once(
         model.to(torch.bfloat16).save_pretrained(tmp_path / name)
         byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}").save_pretrained(tmp_path / name)
     command = ("-m", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--temperature", "0.8")
-    (text, outcome), *later = (generate(*command) for _ in range(3))
+    (text, outcome), *later = (generate(*command) for _ in range(2))
     assert outcome[0] == 0 and "transformers" in outcome[1] and text.rstrip("\n")
-    assert later == [(text, [0, []])] * 2
+    assert later == [(text, [0, []])]
     file = tmp_path / "target" / "generation_config.json"
     file.write_text(file.read_text())  # a file that changes is read again
     assert "transformers" in generate(*command)[1][1]
