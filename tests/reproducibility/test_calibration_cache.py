@@ -44,7 +44,7 @@ def test_a_calibration_is_remembered_by_fingerprint(tmp_path: Path, monkeypatch:
     (file, _) = sorted((tmp_path / "calibration").iterdir())
     saved = json.loads(file.read_bytes())
     save_measured(
-        "calibration", saved["identity"], saved["values"] | {"found": {**saved["values"]["found"], "experts": MIXTURE}}
+        "calibration", saved["identity"], saved["values"] | {"timed": {**saved["values"]["timed"], "experts": MIXTURE}}
     )  # as of a mixture
     models = (remembered(_loaded(same_model, name), BATCH).experts for name in ("one", "two"))
     assert sum(experts == ExpertReads(64, 8, 0.5) for experts in models) == 1
@@ -168,8 +168,8 @@ CHANGED = [{"widths": [0]}, {"attended_unit": 64}, {"milliseconds": {"8": 1.5}},
 
 
 def _changed(saved: dict[str, Any], values: dict[str, Any]) -> bytes:
-    found = saved["values"]["found"] | values
-    return json.dumps(saved | {"values": saved["values"] | {"found": found}}).encode()
+    timed = saved["values"]["timed"] | values
+    return json.dumps(saved | {"values": saved["values"] | {"timed": timed}}).encode()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_damaged_calibration_is_measured_again_and_mended(
     caplog.clear()
     assert remembered(loaded, BATCH) == measured and len(calls) == 2
     assert f"{file} is damaged and measured again" in caplog.text
-    assert json.loads(file.read_bytes())["values"]["found"] == calibration["values"]["found"]
+    assert json.loads(file.read_bytes())["values"]["timed"] == calibration["values"]["timed"]
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "file"])

@@ -102,7 +102,7 @@ def test_draft_times_are_measured_once_unless_their_file_is_damaged(
     (file,) = [
         path
         for path in tmp_path.glob("calibration/*.json")
-        if "steps" in json.loads(path.read_text())["values"]["found"]
+        if "steps" in json.loads(path.read_text())["values"]["timed"]
     ]
     for value, damaged in (('"token"', '"tokens"'), ("2.0", "0.0"), ("0.1", "Infinity")):
         caplog.clear()

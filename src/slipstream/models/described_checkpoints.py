@@ -228,8 +228,11 @@ def _fits(files: CheckpointFiles, model: PlannedModel, is_tied: bool) -> bool:
 def _fill(model: PlannedModel, files: CheckpointFiles, dtype: torch.dtype, is_tied: bool) -> None:
     """Give an empty model its weights, in this type."""
     for path, module in list(model.named_modules()):
-        own = {**dict(module.named_parameters(path, recurse=False)), **dict(module.named_buffers(path, recurse=False))}
-        for name, empty in own.items():
+        tensors = {
+            **dict(module.named_parameters(path, recurse=False)),
+            **dict(module.named_buffers(path, recurse=False)),
+        }
+        for name, empty in tensors.items():
             if is_tied and name == OUTPUT:
                 module.weight = model.get_input_embeddings().weight
                 continue

@@ -36,7 +36,7 @@ log = logging.getLogger("slipstream")
 Timed = TypeVar("Timed", Calibration, DraftTimes)
 
 FOLDER = "calibration"  # in the cache folder
-VERSION = 26  # of what calibration tries; what an earlier one found is not used
+VERSION = 27  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 # environment variables by which libraries choose kernels; those of threads are seen in PyTorch's number of threads
 SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_", "TORCH_")
@@ -116,7 +116,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
 
     identity = f"{_identity(loaded)} batches to {max_batch_size}"
     # weights in memory have no name: others of the same sizes may be sound
-    return _timed_once(loaded, identity, measure, _calibration, lambda found: found.agrees or bool(loaded.source))
+    return _timed_once(loaded, identity, measure, _calibration, lambda timed: timed.agrees or bool(loaded.source))
 
 
 def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max_batch_size: int) -> DraftTimes:
@@ -131,25 +131,25 @@ def _timed_once(
     identity: str,
     measure: Callable[[], Timed],
     parse: Callable[[dict[str, Any]], Timed],
-    worth_saving: Callable[[Timed], bool] = lambda found: True,
+    worth_saving: Callable[[Timed], bool] = lambda timed: True,
 ) -> Timed:
     """Return what is saved under this identity, or measure and save it.
 
     What was measured next to other programs is measured again, once, at a start when the processors are free.
     """
-    saved = read_measured(FOLDER, identity, lambda values: (parse(values["found"]), float(values["share"])))
+    saved = read_measured(FOLDER, identity, lambda values: (parse(values["timed"]), float(values["share"])))
     if saved is not None:
-        found, share = saved
+        timed, share = saved
         if share >= UNDISTURBED or not processors_are_free():
-            return found
+            return timed
         announce(f"{loaded.name!r} was measured while other programs were running: measuring it again ...")
     clock = ProcessorShare()
-    found = measure()
+    timed = measure()
     # not a third time: a slow disk also keeps this thread waiting, at every start
     share = clock.share if saved is None and loaded.backend.device.type == "cpu" else 1.0
-    if worth_saving(found):
-        _save(identity, {"found": asdict(found), "share": share})
-    return found
+    if worth_saving(timed):
+        _save(identity, {"timed": asdict(timed), "share": share})
+    return timed
 
 
 def remembered_agreement(draft: Loaded, target: Loaded) -> HeadAgreement | None:

@@ -30,7 +30,7 @@ FEWEST_TURNS, FEWEST_RAGGED_TURNS, MOST_TURNS = 3, 2, 16
 FEW, FEW_RAGGED, FEWEST_OF_FEW = 16, 32, 6
 EXPERTS_TIMED = (2, 4, 8)  # tokens of forwards that read few experts or many
 SECONDS = 1.5  # after this time a shape gets no more than its fewest turns
-# share of the processors' time: 0.94 and more if nothing else runs, 0.4 to 0.76 next to a busy program
+# share of the processors' time: 0.94 and more if nothing else runs, 0.2 to 0.76 next to busy programs
 UNDISTURBED = 0.85
 TEXT, SHORT = 64, 8  # tokens of a prompt whose reading is timed, and of prompts for which only drafting is timed
 STEPS, TURNS = 6, 2  # steps of a draft; how often a single row's draft is timed: the first time includes other work

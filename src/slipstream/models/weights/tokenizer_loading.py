@@ -34,7 +34,7 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
     if place.is_dir() and not any((place / name).exists() for name in FILES):
         return None
     try:
-        if is_converted(place):  # a GGUF file's tokenizer; other classes would split text differently
+        if is_converted(place):  # saved by an earlier start; other classes would split text differently
             return HFTokenizer(FileTokenizer.read(place))
         from transformers import AutoTokenizer  # takes seconds
 
@@ -43,9 +43,9 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
         raise SlipstreamError(f"the tokenizer of model {source!r} needs more packages: {one_line(error)}") from error
     except Exception as error:  # the tokenizers package raises plain Exception on damaged files
         refuse_pointers(place)
+        remedy = f"; delete the folder {place} to create it again" if is_converted(place) else ""
         raise code_of_its_own(source, error) or SlipstreamError(
-            f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}"
-            + f"; delete the folder {place} to create it again" * is_converted(place)
+            f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}{remedy}"
         ) from error
 
 
